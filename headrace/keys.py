@@ -1,0 +1,84 @@
+"""Every key of the protocol, built here and nowhere else. The pool's name is the hash tag: one Cluster slot a pool."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+POOLS = "hr:pools"
+GROUP = "workers"
+_POOL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_JOB_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def valid_pool(name: str) -> bool:
+    return _POOL_NAME.fullmatch(name) is not None
+
+
+def valid_job_id(job_id: str) -> bool:
+    return _JOB_ID.fullmatch(job_id) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one pool. Raises ValueError for a name that cannot be a hash tag."""
+
+    pool: str
+
+    def __post_init__(self) -> None:
+        if not valid_pool(self.pool):
+            raise ValueError(f"pool name {self.pool!r}: 1 to 64 of A-Z a-z 0-9 . _ -")
+
+    def _key(self, rest: str) -> str:
+        return f"hr:{{{self.pool}}}:{rest}"
+
+    def queue(self, job_class: str) -> str:
+        return self._key(f"q:{job_class}")
+
+    def ready(self, job_class: str) -> str:
+        return self._key(f"ready:{job_class}")
+
+    @property
+    def vtime(self) -> str:
+        return self._key("vtime")
+
+    @property
+    def deadlines(self) -> str:
+        """Zset of entries that have a deadline: member `<class>-<entry id>`, score = ms of Redis's clock."""
+        return self._key("deadlines")
+
+    @property
+    def leases(self) -> str:
+        return self._key("leases")
+
+    def job(self, job_id: str) -> str:
+        return self._key(f"job:{job_id}")
+
+    def log(self, job_id: str) -> str:
+        return self._key(f"log:{job_id}")
+
+    def live(self, job_id: str) -> str:
+        return self._key(f"live:{job_id}")
+
+    @property
+    def ctl(self) -> str:
+        return self._key("ctl")
+
+    def worker(self, worker_id: str) -> str:
+        return self._key(f"worker:{worker_id}")
+
+    @property
+    def workers(self) -> str:
+        """Zset of worker ids: score = when the card expires, ms of Redis's clock."""
+        return self._key("workers")
+
+    @property
+    def dead(self) -> str:
+        return self._key("dead")
+
+    @property
+    def undecodable(self) -> str:
+        return self._key("undecodable")
+
+    def idem(self, tenant: str, key: str) -> str:
+        return self._key(f"idem:{tenant}:{key}")

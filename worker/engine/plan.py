@@ -1,0 +1,70 @@
+"""What passes between scheduler and runner: a frozen plan in, a frozen result out, and nothing else.
+
+Positions count from 0 over prompt and output together. `seq_id` names one choice of one request for as long as it
+is in the engine and is never used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.errors import HeadraceError
+from headrace.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """How the token after this chunk is drawn. The draw is a function of (seed, choice, position) alone."""
+
+    params: SamplingParams
+    seed: int  # in force: the job's own or derived from its id
+    choice: int
+    position: int  # 0 for the first generated token
+    prompt_ids: Sequence[int]  # for the repetition penalty
+    output_ids: Sequence[int]  # tokens generated so far, for penalties and bad words
+    ban_stop_tokens: bool  # min_tokens is not reached: every eos and stop token id is masked
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """One sequence's part of a step: `token_ids` are computed at positions start, start+1, …"""
+
+    seq_id: int
+    token_ids: Sequence[int]  # at least one
+    start: int  # tokens whose keys and values are already in the blocks
+    block_table: Sequence[int]  # covers start + len(token_ids) positions
+    sample: SamplePlan | None  # None: the chunk does not reach the last known token
+    prompt_logprobs: int | None = None  # also score token_ids[1:] and the token after the chunk, top k
+    next_prompt_id: int | None = None  # the prompt token after the chunk, when prompt_logprobs asks for it
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the engine. `block_copies` (source, destination) happen before anything is computed."""
+
+    step: int
+    sequences: tuple[SequencePlan, ...]
+    block_copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token with its log-probability under the model's own distribution (before temperature and filters)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the k most likely, best first
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`sampled` has an entry for every sequence with a SamplePlan that did not fail."""
+
+    sampled: Mapping[int, ScoredToken]
+    failed: Mapping[int, HeadraceError] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[ScoredToken, ...]] = field(default_factory=dict)
