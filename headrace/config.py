@@ -1,0 +1,299 @@
+"""Settings of the services: frozen, from `HEADRACE_*` variables and flags, loud about what is unknown."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from headrace.keys import valid_pool
+
+PREFIX = "HEADRACE_"
+IGNORED_PREFIX = "HEADRACE_TEST_"
+SECRET = frozenset({"api_keys", "redis_url"})
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+_MEMORY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>B|KiB|MiB|GiB|TiB|KB|MB|GB|TB|%)?", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ConfigError(Exception):
+    """A setting that is unknown or has a value that cannot be used. Names key, value and the way out."""
+
+
+def _worker_id() -> str:
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def _default_cache_dir() -> str:
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace")
+
+
+class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What every service needs to know."""
+
+    redis_url: Annotated[str, Meta(description="Redis: redis://, rediss:// or unix://.")] = (
+        "redis://127.0.0.1:6379/0"
+    )
+    pool: Annotated[str, Meta(description="Name of the pool: a set of workers that serve one model.")] = (
+        "smollm2"
+    )
+    max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request accepted, bytes.")] = 1_048_576
+    max_queue_entries: Annotated[
+        int,
+        Meta(ge=0, description="Waiting jobs above which new ones are refused as overloaded; 0: no limit."),
+    ] = 10_000
+    retention_ms: Annotated[
+        int, Meta(ge=1, description="How long a job and its log stay after its end, ms.")
+    ] = 3_600_000
+    drain_timeout_s: Annotated[
+        float,
+        Meta(ge=0, description="Time given to running jobs after SIGTERM before they are handed back, s."),
+    ] = 30.0
+    log_format: Annotated[
+        LogFormat, Meta(description="console (for people) or json (one object a line).")
+    ] = "console"
+    log_level: Annotated[LogLevel, Meta(description="Least severe level that is logged.")] = "info"
+    cache_dir: Annotated[
+        str, Meta(description="Folder of downloaded models and of the embedded Redis's data.")
+    ] = msgspec.field(default_factory=_default_cache_dir)
+
+    def __post_init__(self) -> None:
+        if not valid_pool(self.pool):
+            raise ConfigError(_bad("pool", self.pool, "1 to 64 characters of A-Z a-z 0-9 . _ -"))
+        if urlsplit(self.redis_url).scheme not in ("redis", "rediss", "unix"):
+            raise ConfigError(_bad("redis_url", self.redis_url, "a URL like redis://host:6379/0"))
+
+
+class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
+    """Settings of `python -m worker`."""
+
+    model: Annotated[
+        str | None, Meta(description="Folder, GGUF file or hub id of the model; not set: the demo model.")
+    ] = None
+    model_name: Annotated[str, Meta(description="Name the model is served under; not set: the pool's.")] = ""
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type of the arithmetic; auto: float32 on a CPU, the checkpoint's own on a GPU."),
+    ] = "auto"
+    threads: Annotated[int, Meta(ge=0, description="CPU threads for the model; 0: as many as cores.")] = 0
+    max_num_seqs: Annotated[int, Meta(ge=1, description="Most sequences in the running batch.")] = 32
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="Token budget of one step.")] = 256
+    num_kv_blocks: Annotated[
+        int, Meta(ge=0, description="KV cache blocks; 0: as many as kv_memory holds.")
+    ] = 0
+    kv_memory: Annotated[
+        str, Meta(description="Memory of the KV cache: a size (1GiB) or a share of what is free (50%).")
+    ] = "1GiB"
+    block_size: Annotated[int, Meta(ge=1, description="Tokens in a KV cache block.")] = 16
+    batching: Annotated[
+        Literal["continuous", "static", "dynamic"],
+        Meta(
+            description="When jobs join the batch: at each step, or (to compare) only between whole batches."
+        ),
+    ] = "continuous"
+    batch_wait_ms: Annotated[
+        int, Meta(ge=0, description="With dynamic batching: longest wait for a batch to fill, ms.")
+    ] = 50
+    policy: Annotated[
+        Literal["fcfs", "shortest-first", "deadline"], Meta(description="Order of service within the worker.")
+    ] = "fcfs"
+    target_itl_ms: Annotated[
+        float, Meta(ge=0, description="Inter-token time to hold by shortening prefill chunks, ms; 0: off.")
+    ] = 0.0
+    prefix_cache: Annotated[bool, Meta(description="Share the KV blocks of equal prompt beginnings.")] = True
+    lease_ms: Annotated[
+        int, Meta(ge=100, description="A worker silent for this long loses its jobs to others, ms.")
+    ] = 5_000
+    max_attempts: Annotated[
+        int, Meta(ge=1, description="Workers that may die over a job before it is given up as poison.")
+    ] = 3
+    default_max_tokens: Annotated[
+        int, Meta(ge=1, description="Tokens of a job that sets no max_tokens, bounded by the context.")
+    ] = 1024
+    worker_id: Annotated[
+        str, Meta(description="Unique name; not set: host, process id and a random part.")
+    ] = msgspec.field(default_factory=_worker_id)
+    kernels: Annotated[
+        str, Meta(description="Kernel backend; auto: the fastest that runs here. A missing one is an error.")
+    ] = "auto"
+    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Port of /metrics; 0: off.")] = 0
+    metrics_host: Annotated[str, Meta(description="Address that /metrics listens on.")] = "127.0.0.1"
+    trust_remote_code: Annotated[
+        bool, Meta(description="Run Python code that comes with the model. Only for models you trust.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            parse_memory(self.kv_memory, free_bytes=2**40)
+        except ValueError as problem:
+            raise ConfigError(_bad("kv_memory", self.kv_memory, str(problem))) from None
+        if not self.model_name:
+            msgspec.structs.force_setattr(self, "model_name", self.pool)
+
+
+class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
+    """Settings of `python -m gateway`."""
+
+    host: Annotated[str, Meta(description="Address that the gateway listens on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port that the gateway listens on; 0: any.")] = 8080
+    api_keys: Annotated[
+        tuple[str, ...], Meta(description="Accepted keys, separated by commas, each KEY or TENANT:KEY.")
+    ] = ()
+    allow_anonymous: Annotated[
+        bool,
+        Meta(description="Serve requests without a key. Needed to listen beyond this machine without keys."),
+    ] = False
+    heartbeat_s: Annotated[
+        float, Meta(gt=0, description="A comment is sent into a stream that was silent for this long, s.")
+    ] = 10.0
+    stream_buffer_events: Annotated[
+        int, Meta(ge=1, description="Events held for a slow reader before it goes on from the log.")
+    ] = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.api_keys or self.allow_anonymous or _is_loopback(self.host)):
+            way_out = "set HEADRACE_API_KEYS, or HEADRACE_ALLOW_ANONYMOUS=true to serve everybody"
+            raise ConfigError(f"HEADRACE_HOST={self.host} is reachable from other machines: {way_out}")
+
+
+SERVICES: tuple[type[CommonSettings], ...] = (WorkerSettings, GatewaySettings)
+S = TypeVar("S", bound=CommonSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One setting as the command line needs it."""
+
+    name: str
+    env: str
+    flag: str
+    type: Any  # without Annotated
+    description: str
+    default: str  # as shown in --help
+
+
+def fields(cls: type[CommonSettings]) -> Iterator[Field]:
+    hints = get_type_hints(cls, include_extras=True)
+    for info in msgspec.structs.fields(cls):
+        hint = hints[info.name]
+        default = "generated" if info.name == "worker_id" else _shown(info)
+        flag = "--" + info.name.replace("_", "-")
+        yield Field(
+            info.name, env_name(info.name), flag, hint.__origin__, hint.__metadata__[0].description, default
+        )
+
+
+def env_name(field: str) -> str:
+    return PREFIX + field.upper()
+
+
+def known_names() -> frozenset[str]:
+    """Every `HEADRACE_*` variable that some service knows."""
+    return frozenset(field.env for service in SERVICES for field in fields(service))
+
+
+def load_settings(cls: type[S], env: Mapping[str, str], overrides: Mapping[str, Any] | None = None) -> S:
+    """Settings from `env` and `overrides` (by field name; None: not given), which win.
+
+    An empty variable counts as not set, so that compose files can pass `${X:-}`.
+    Raises ConfigError for an unknown `HEADRACE_*` name, and for a value that does not fit.
+    """
+    refuse_unknown(env)
+    hints = get_type_hints(cls, include_extras=True)
+    values: dict[str, Any] = {}
+    for field in fields(cls):
+        value = (overrides or {}).get(field.name)
+        if value is None:
+            value = env.get(field.env) or None
+        if value is not None:
+            values[field.name] = _convert(field, value, hints[field.name])
+    return cls(**values)
+
+
+def refuse_unknown(env: Mapping[str, str]) -> None:
+    known = known_names()
+    for name in sorted(env):
+        if name.startswith(PREFIX) and not name.startswith(IGNORED_PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            way_out = f"did you mean {close[0]}?" if close else "unset it; --help lists the known ones"
+            raise ConfigError(f"{name}={env[name]!r} is not a setting: {way_out}")
+
+
+def parse_memory(text: str, *, free_bytes: int) -> int:
+    """Bytes of a size (`512MiB`, `1GiB`, `2GB`) or of a share of `free_bytes` (`50%`). Raises ValueError."""
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("a size like 512MiB or 1GiB, or a share of the free memory like 50%")
+    number, unit = float(match["number"]), (match["unit"] or "").lower()
+    if unit == "%" and number > 100:
+        raise ValueError("a share is at most 100%")
+    num_bytes = int(number / 100 * free_bytes) if unit == "%" else int(number * _UNITS[unit])
+    if num_bytes < 1:
+        raise ValueError("more than nothing, like 512MiB")
+    return num_bytes
+
+
+def redact_url(url: str) -> str:
+    """The URL without its password, for logs and errors."""
+    return re.sub(r"(?<=://)([^/@]*:)[^/@]*@", r"\1***@", url)
+
+
+def _convert(field: Field, value: Any, hint: Any) -> Any:
+    try:
+        return msgspec.convert(_prepared(field, value), hint, strict=False)
+    except (msgspec.ValidationError, ValueError) as problem:
+        raise ConfigError(_bad(field.name, value, str(problem))) from None
+
+
+def _prepared(field: Field, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if field.type is bool:
+        if text.lower() in _TRUE | _FALSE:
+            return text.lower() in _TRUE
+        raise ValueError("expected true or false")
+    if field.type == tuple[str, ...]:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return text
+
+
+def _bad(name: str, value: object, expected: str) -> str:
+    shown = "(not shown)" if name == "api_keys" else redact_url(str(value))
+    return f"{env_name(name)}={shown}: {expected[:1].lower() + expected[1:]}"
+
+
+def _shown(info: msgspec.structs.FieldInfo) -> str:
+    if info.default_factory is not msgspec.NODEFAULT:
+        return str(info.default_factory())
+    if isinstance(info.default, bool):
+        return str(info.default).lower()
+    return "" if info.default in (None, ()) else str(info.default)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
