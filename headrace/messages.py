@@ -86,7 +86,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta", tag_field="t
     text: str = ""
     ids: list[int] = []
     lp: list[TokenLogprob] | None = None
-    prompt_lp: list[TokenLogprob | None] | None = None  # on the first event, when asked for
+    cached: int = 0  # on the job's first event: prompt tokens taken from the prefix cache
+    prompt_lp: list[TokenLogprob | None] | None = None  # on the job's first event, when asked for
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="finish", tag_field="type", omit_defaults=True):
