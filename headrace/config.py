@@ -40,7 +40,7 @@ def _worker_id() -> str:
     return f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
-def _default_cache_dir() -> str:
+def default_cache_dir() -> str:
     return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace")
 
 
@@ -71,7 +71,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Annotated[LogLevel, Meta(description="Least severe level that is logged.")] = "info"
     cache_dir: Annotated[
         str, Meta(description="Folder of downloaded models and of the embedded Redis's data.")
-    ] = msgspec.field(default_factory=_default_cache_dir)
+    ] = msgspec.field(default_factory=default_cache_dir)
 
     def __post_init__(self) -> None:
         if not valid_pool(self.pool):
