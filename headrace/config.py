@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,9 +21,9 @@ from headrace.keys import valid_pool
 
 PREFIX = "HEADRACE_"
 IGNORED_PREFIX = "HEADRACE_TEST_"
-SECRET = frozenset({"api_keys", "redis_url"})
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+_SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|URL")
 _MEMORY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>B|KiB|MiB|GiB|TiB|KB|MB|GB|TB|%)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -233,9 +233,14 @@ def refuse_unknown(env: Mapping[str, str]) -> None:
     known = known_names()
     for name in sorted(env):
         if name.startswith(PREFIX) and not name.startswith(IGNORED_PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            way_out = f"did you mean {close[0]}?" if close else "unset it; --help lists the known ones"
-            raise ConfigError(f"{name}={env[name]!r} is not a setting: {way_out}")
+            shown = "(not shown)" if _SECRET_NAME.search(name) else repr(env[name])
+            raise ConfigError(f"{name}={shown} is not a setting: {_suggestion(name, known)}")
+
+
+def _suggestion(name: str, known: frozenset[str]) -> str:
+    without_prefix = {other.removeprefix(PREFIX) for other in known}
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), without_prefix, n=1, cutoff=0.7)
+    return f"did you mean {PREFIX}{close[0]}?" if close else "unset it; --help lists the known ones"
 
 
 def parse_memory(text: str, *, free_bytes: int) -> int:
@@ -245,7 +250,7 @@ def parse_memory(text: str, *, free_bytes: int) -> int:
         raise ValueError("a size like 512MiB or 1GiB, or a share of the free memory like 50%")
     number, unit = float(match["number"]), (match["unit"] or "").lower()
     if unit == "%" and number > 100:
-        raise ValueError("a share is at most 100%")
+        raise ValueError("a share of at most 100%")
     num_bytes = int(number / 100 * free_bytes) if unit == "%" else int(number * _UNITS[unit])
     if num_bytes < 1:
         raise ValueError("more than nothing, like 512MiB")
@@ -261,7 +266,15 @@ def _convert(field: Field, value: Any, hint: Any) -> Any:
     try:
         return msgspec.convert(_prepared(field, value), hint, strict=False)
     except (msgspec.ValidationError, ValueError) as problem:
-        raise ConfigError(_bad(field.name, value, str(problem))) from None
+        raise ConfigError(_bad(field.name, value, _expected(field, str(problem)))) from None
+
+
+def _expected(field: Field, problem: str) -> str:
+    if get_origin(field.type) is Literal:
+        return "one of " + ", ".join(get_args(field.type))
+    if problem.startswith("Expected `") and "got" in problem:
+        return {int: "a whole number", float: "a number"}.get(field.type, problem)
+    return problem
 
 
 def _prepared(field: Field, value: Any) -> Any:
@@ -271,7 +284,7 @@ def _prepared(field: Field, value: Any) -> Any:
     if field.type is bool:
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
-        raise ValueError("expected true or false")
+        raise ValueError("true or false")
     if field.type == tuple[str, ...]:
         return [part.strip() for part in text.split(",") if part.strip()]
     return text
@@ -279,7 +292,7 @@ def _prepared(field: Field, value: Any) -> Any:
 
 def _bad(name: str, value: object, expected: str) -> str:
     shown = "(not shown)" if name == "api_keys" else redact_url(str(value))
-    return f"{env_name(name)}={shown}: {expected[:1].lower() + expected[1:]}"
+    return f"{env_name(name)}={shown}: expected {expected.removeprefix('Expected ')}"
 
 
 def _shown(info: msgspec.structs.FieldInfo) -> str:

