@@ -1,4 +1,4 @@
-"""Who may import whom: the rules between the rooms, checked over the source and, where it counts, at run time."""
+"""Who may import whom: the rules between the rooms, over the source and, where it counts, at run time."""
 
 import ast
 import subprocess
