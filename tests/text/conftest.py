@@ -6,10 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
 from worker.text.codec import TextCodec
 from worker.text.pieces import byte_level_alphabet
 from worker.text.tokenizer_files import TokenizerSource
+
+# Machines that run tests are shared: how long one example takes says nothing.
+settings.register_profile("headrace", deadline=None)
+settings.load_profile("headrace")
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -26,7 +32,16 @@ def codec_of(tokenizer: Tokenizer, **source: Any) -> TextCodec:
 def build_byte_level() -> Tokenizer:
     """Every byte, a few merges that cut through characters, special tokens, one ordinary added token."""
     alphabet = list(byte_level_alphabet())
-    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("ð", "Ł"), ("ðŁ", "ĺ"), ("Ã", "©"), ("l", "l"), ("E", "N")]
+    merges = [
+        ("Ġ", "t"),
+        ("h", "e"),
+        ("Ġt", "he"),
+        ("ð", "Ł"),
+        ("ðŁ", "ĺ"),
+        ("Ã", "©"),
+        ("l", "l"),
+        ("E", "N"),
+    ]
     vocab = {text: i for i, text in enumerate([*alphabet, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,7 +52,7 @@ def build_byte_level() -> Tokenizer:
 
 
 def build_sentencepiece() -> Tokenizer:
-    """As Llama 2 has it: BOS, a space before the text, byte fallback, one leading space dropped at decoding."""
+    """As Llama 2 has it: BOS, a space before the text, byte fallback, one leading space dropped again."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = [*"▁abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<>|/_[]", "é", "▁the", "▁▁", "he", "▁a"]
     vocab = {text: i for i, text in enumerate([*words, *letters, "▁t"])}
@@ -56,7 +71,25 @@ def build_sentencepiece() -> Tokenizer:
 
 def build_metaspace() -> Tokenizer:
     """A unigram vocabulary in which the special tokens are ordinary pieces as well."""
-    pieces = ["<unk>", "<s>", "</s>", "▁", "▁hello", "▁world", "o", "h", "e", "l", "w", "r", "d", "<", ">", "s", "/"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "▁",
+        "▁hello",
+        "▁world",
+        "o",
+        "h",
+        "e",
+        "l",
+        "w",
+        "r",
+        "d",
+        "<",
+        ">",
+        "s",
+        "/",
+    ]
     tokenizer = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

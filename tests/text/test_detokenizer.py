@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+
 from worker.text.codec import TextCodec
 
 TEXTS = [
@@ -46,7 +47,9 @@ def test_sentencepiece_ids_decode_as_the_tokenizer_itself_does(
 ) -> None:
     codec, tokenizer = codecs_by_family["sentencepiece"], tokenizers_by_family["sentencepiece"]
     words = st.lists(st.integers(259, codec.vocab_size - 1), max_size=8)
-    whole_characters = st.text(st.characters(codec="utf-8"), max_size=5).map(lambda t: [3 + b for b in t.encode()])
+    whole_characters = st.text(st.characters(codec="utf-8"), max_size=5).map(
+        lambda t: [3 + b for b in t.encode()]
+    )
     ids = [i for part in data.draw(st.lists(words | whole_characters, max_size=8)) for i in part]
     assert "".join(streamed(codec, ids)) == tokenizer.decode(ids)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from worker.text.stops import StopMatch, StopMatcher, StopScanner
 
 STOPS = st.lists(st.text("ab", max_size=4), max_size=4)
@@ -24,7 +26,7 @@ def test_the_match_completed_first_wins_wherever_the_text_is_cut(
 ) -> None:
     matcher, found = StopMatcher(stops), None
     bounds = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         found = found or matcher.push(text[start:end])
     assert found == first_completed(text, stops)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from headrace.messages import SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
+
+from headrace.messages import SamplingParams
 from worker.text.codec import TextCodec
 from worker.text.stream import TextPiece, TextStream
 
@@ -120,9 +121,9 @@ def test_a_sentencepiece_answer_begins_with_its_space(
 
 PARAMS = st.builds(
     SamplingParams,
-    stop=st.lists(st.sampled_from(["ab", "b", "é", "", "<|im_end|>", "a<|im_end|>b", "\n\n", "aab"]), max_size=3).map(
-        tuple
-    ),
+    stop=st.lists(
+        st.sampled_from(["ab", "b", "é", "", "<|im_end|>", "a<|im_end|>b", "\n\n", "aab"]), max_size=3
+    ).map(tuple),
     include_stop=st.booleans(),
     skip_special_tokens=st.booleans(),
     min_tokens=st.integers(0, 4),

@@ -36,7 +36,7 @@ class Detokenizer:
         if self.hides(token_id):
             return ""
         piece = self._pieces.bytes_of(token_id, first=self._first)
-        self._first = self._first and not piece
+        self._first = self._first and not self._pieces.knows(token_id)
         if self._leading_spaces:
             piece = self._drop_leading_spaces(piece)
         return self._utf8.decode(piece)

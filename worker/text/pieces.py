@@ -28,6 +28,9 @@ class PieceTable:
         self._later: dict[int, bytes] = {}
         self.num_leading_spaces_dropped = _leading_spaces_dropped(steps)
 
+    def knows(self, token_id: int) -> bool:
+        return token_text(self._tokenizer, token_id) is not None
+
     def bytes_of(self, token_id: int, *, first: bool = False) -> bytes:
         """What `token_id` adds to the text; `first`: nothing stands before it. Unknown ids add nothing."""
         known = self._first if first else self._later

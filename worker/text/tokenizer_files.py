@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 import structlog
 
+from headrace.config import default_cache_dir
+
 log = structlog.get_logger("headrace.text")
 
 _FORMAT = 1
@@ -114,11 +116,11 @@ def _cached(
 
 def _cache_places(beside: Path) -> tuple[Path, Path]:
     """Beside the model, or in the user's cache when the model's folder is read-only."""
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    user_cache = Path(os.environ.get("HEADRACE_CACHE_DIR") or default_cache_dir())
     flat_name = str(beside.resolve()).strip("/").replace("/", "--")
     return (
         beside.with_name(beside.name + _CACHE_SUFFIX),
-        user_cache / "headrace" / (flat_name[-180:] + _CACHE_SUFFIX),
+        user_cache / "tokenizers" / (flat_name[-180:] + _CACHE_SUFFIX),
     )
 
 
