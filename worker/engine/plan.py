@@ -1,7 +1,9 @@
 """What passes between scheduler and runner: a frozen plan in, a frozen result out, and nothing else.
 
-Positions count from 0 over prompt and output together. `seq_id` names one choice of one request for as long as it
-is in the engine and is never used again.
+Positions count from 0 over prompt and output together. `seq_id` names one choice of one request for as
+long as it is in the engine and is never used again. A preempted sequence starts again at 0 (or behind a
+prefix hit) under its old `seq_id`, after `Runner.forget`. Block tables and token lists are live: they only
+grow, and belong to the scheduler.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class SequencePlan:
     token_ids: Sequence[int]  # at least one
     start: int  # tokens whose keys and values are already in the blocks
     block_table: Sequence[int]  # covers start + len(token_ids) positions
-    sample: SamplePlan | None  # None: the chunk does not reach the last known token
+    sample: SamplePlan | None  # None: nothing to draw (more of the prompt follows, or max_tokens is 0)
     prompt_logprobs: int | None = None  # also score token_ids[1:] and the token after the chunk, top k
     next_prompt_id: int | None = None  # the prompt token after the chunk, when prompt_logprobs asks for it
 
@@ -54,7 +56,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its log-probability under the model's own distribution (before temperature and filters)."""
+    """A token with its log-probability under the model's distribution (before temperature and filters)."""
 
     token_id: int
     logprob: float

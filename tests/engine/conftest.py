@@ -1,0 +1,212 @@
+"""A runner that computes nothing but remembers: its "model" reads every token back from the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from headrace.messages import SamplingParams
+from worker.engine.config import EngineConfig
+from worker.engine.engine import Engine
+from worker.engine.outputs import FailedOutput, FinishedOutput, Output, TokenOutput
+from worker.engine.plan import ScoredToken, SequencePlan, StepPlan, StepResult
+from worker.engine.request import Request
+from worker.engine.scheduler import Scheduler
+
+VOCAB = 50
+EOS = 7
+
+
+def next_token(tokens: Sequence[int], seed: int, choice: int, position: int, banned: bool) -> int:
+    """The model and its sampler: a function of all tokens so far and of (seed, choice, position)."""
+    token = crc32(repr((list(tokens), seed, choice, position)).encode()) % VOCAB
+    return VOCAB - 1 if banned and token == EOS else token
+
+
+class BlockRunner:
+    """KV blocks hold token ids; a wrong, stale or shared-and-overwritten block changes what is drawn."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.cells: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.plans: list[StepPlan] = []
+        self.forgotten: list[int] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        for source, destination in plan.block_copies:
+            self.cells[destination] = list(self.cells[source])
+        for part in plan.sequences:
+            self._write(part)
+        sampled = {p.seq_id: self._draw(p) for p in plan.sequences if p.sample is not None}
+        scores = {p.seq_id: _score(p) for p in plan.sequences if p.prompt_logprobs is not None}
+        return StepResult(sampled, {}, scores)
+
+    def forget(self, seq_id: int) -> None:
+        self.forgotten.append(seq_id)
+
+    def read(self, part: SequencePlan) -> list[int]:
+        count = part.start + len(part.token_ids)
+        cells = [
+            self.cells[part.block_table[p // self.block_size]][p % self.block_size] for p in range(count)
+        ]
+        assert None not in cells, "a position is read that was never computed"
+        return [cell for cell in cells if cell is not None]
+
+    def _write(self, part: SequencePlan) -> None:
+        assert part.token_ids, "an empty chunk"
+        for offset, token in enumerate(part.token_ids):
+            block, cell = divmod(part.start + offset, self.block_size)
+            self.cells[part.block_table[block]][cell] = token
+
+    def _draw(self, part: SequencePlan) -> ScoredToken:
+        sample = part.sample
+        assert sample is not None
+        known = [*sample.prompt_ids, *sample.output_ids]
+        seen = self.read(part)
+        assert len(seen) == len(known)
+        assert sample.position == len(sample.output_ids)
+        return ScoredToken(
+            next_token(seen, sample.seed, sample.choice, sample.position, sample.ban_stop_tokens), -0.5
+        )
+
+
+def _score(part: SequencePlan) -> tuple[ScoredToken, ...]:
+    following = [] if part.next_prompt_id is None else [part.next_prompt_id]
+    return tuple(ScoredToken(token, -1.0) for token in [*part.token_ids[1:], *following])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """An engine with its runner and clock, and what came out of it."""
+
+    def __init__(self, runner: BlockRunner | None = None, **config: Any) -> None:
+        settings = EngineConfig(
+            **{"num_blocks": 64, "block_size": 4, "max_model_len": 256, "max_num_seqs": 8, **config}
+        )
+        self.clock = Clock()
+        self.scheduler = Scheduler(settings)
+        self.runner = runner or BlockRunner(settings.num_blocks, settings.block_size)
+        self.engine = Engine(self.scheduler, self.runner, self.clock)
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finish: dict[tuple[str, int], str] = {}
+        self.errors: dict[str, str] = {}
+        self.first: dict[str, TokenOutput] = {}
+        self.finished: list[FinishedOutput] = []
+        self.order: list[str] = []  # requests in the order of their first token
+
+    def add(
+        self, request_id: str, prompt: int | Iterable[int] = 10, max_tokens: int | None = 8, **kw: Any
+    ) -> None:
+        self.engine.add(make_request(request_id, prompt, max_tokens, arrival_s=self.clock.now, **kw))
+
+    def step(self, check: bool = True) -> list[Output]:
+        outputs = self.engine.step()
+        for output in outputs:
+            self._take(output)
+        if check:
+            self.scheduler.check_integrity()
+        self.clock.now += 0.01
+        return outputs
+
+    def drain(self, max_steps: int = 5000) -> int:
+        """Step until nothing is left. Returns the number of steps."""
+        for count in range(max_steps):
+            if not self.engine.has_work:
+                assert self.scheduler.pool.num_used == 0
+                return count
+            self.step(check=count % 7 == 0)
+        raise AssertionError(f"still working after {max_steps} steps: {self.engine.stats()}")
+
+    def _take(self, output: Output) -> None:
+        if isinstance(output, FailedOutput):
+            assert output.request_id not in self.errors, "failed twice"
+            self.errors[output.request_id] = output.error.code
+            return
+        where = (output.request_id, output.choice)
+        assert where not in self.finish, f"{where} goes on after its end"
+        if output.finish is not None:
+            self.finish[where] = output.finish
+        if isinstance(output, FinishedOutput):
+            self.finished.append(output)
+            return
+        if output.request_id not in self.first:
+            self.first[output.request_id] = output
+            self.order.append(output.request_id)
+        self.tokens.setdefault(where, []).append(output.token_id)
+
+
+def make_request(
+    request_id: str,
+    prompt: int | Iterable[int] = 10,
+    max_tokens: int | None = 8,
+    *,
+    seed: int | None = None,
+    priority: int = 1,
+    arrival_s: float = 0.0,
+    deadline_s: float | None = None,
+    salt: str = "default",
+    adapter: str = "",
+    resumed: list[list[int]] | None = None,
+    finished: frozenset[int] = frozenset(),
+    eos: frozenset[int] = frozenset({EOS}),
+    **params: Any,
+) -> Request:
+    """A prompt given as a length is made of the id's checksum, so that no two ids share a prefix."""
+    salted = crc32(request_id.encode())
+    ids = [(salted >> (i % 24)) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+    number = salted % 1000 if seed is None else seed
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return Request(
+        request_id,
+        ids,
+        sampling,
+        number,
+        priority,
+        arrival_s,
+        deadline_s,
+        salt,
+        resumed or [],
+        finished,
+        eos,
+        adapter,
+    )
+
+
+def expected(request: Request, choice: int = 0, room: int = 10**6) -> list[int]:
+    """What an undisturbed run gives, computed without an engine."""
+    params, out = request.params, []  # type: ignore[var-annotated]
+    most = min(room, params.max_tokens if params.max_tokens is not None else room)
+    while len(out) < most:
+        banned = len(out) < params.min_tokens
+        token = next_token([*request.prompt_ids, *out], request.seed, choice, len(out), banned)
+        out.append(token)
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else request.eos_ids)
+        if token in stops and len(out) > params.min_tokens:
+            break
+    return out
+
+
+@pytest.fixture
+def bench() -> Callable[..., Bench]:
+    return Bench
+
+
+@pytest.fixture
+def request_of() -> Callable[..., Request]:
+    return make_request
+
+
+@pytest.fixture
+def solo() -> Callable[..., list[int]]:
+    return expected

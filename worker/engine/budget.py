@@ -1,0 +1,47 @@
+"""How much one step may do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step: tokens computed, and sequences that may run at the same time."""
+
+    num_tokens: int
+    num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step did: tokens computed, keys read (sum over tokens of their context), sequences."""
+
+    num_tokens: int
+    kv_read: int
+    num_seqs: int
+
+
+class Budget(Protocol):
+    def limits(self) -> Limits: ...
+
+    def observe(self, load: StepLoad, duration_s: float) -> None: ...
+
+    def explain(self) -> str: ...
+
+
+class FixedBudget:
+    """The configured bounds, whatever the steps take."""
+
+    def __init__(self, num_tokens: int, num_seqs: int) -> None:
+        self._limits = Limits(num_tokens, num_seqs)
+
+    def limits(self) -> Limits:
+        return self._limits
+
+    def observe(self, load: StepLoad, duration_s: float) -> None:
+        pass
+
+    def explain(self) -> str:
+        return f"fixed: {self._limits.num_tokens} tokens, {self._limits.num_seqs} sequences"

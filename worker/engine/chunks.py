@@ -1,0 +1,73 @@
+"""The step under construction: which sequences compute how many tokens, within one token budget."""
+
+from __future__ import annotations
+
+from worker.engine.budget import StepLoad
+from worker.engine.finishing import bans_stop_tokens
+from worker.engine.plan import SamplePlan, SequencePlan, StepPlan
+from worker.engine.request import Sequence
+
+
+class Chunks:
+    """Grants tokens to sequences; `seal` turns the grants into a plan."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.left = num_tokens
+        self._granted: dict[Sequence, int] = {}
+        self._copies: dict[Sequence, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._granted)
+
+    def grant(self, seq: Sequence, limit: int) -> int:
+        """Grant what the sequence lacks, at most `limit` and what is left. Returns the tokens granted."""
+        before = self._granted.get(seq, 0)
+        count = min(seq.num_tokens - seq.num_planned - before, limit, self.left)
+        if count > 0:
+            self._granted[seq] = before + count
+            self.left -= count
+        return count
+
+    def copy(self, seq: Sequence, copy: tuple[int, int] | None) -> None:
+        if copy is not None:
+            self._copies[seq] = copy
+
+    def drop(self, seq: Sequence) -> None:
+        """Take the sequence out of the step again: it was preempted."""
+        self.left += self._granted.pop(seq, 0)
+        self._copies.pop(seq, None)
+
+    def top_up(self) -> None:
+        """Spend what is left on chunks that were cut short, in the order of granting."""
+        for seq in list(self._granted) if self.left else ():
+            self.grant(seq, self.left)
+
+    def load(self) -> StepLoad:
+        reads = sum(n * (2 * seq.num_planned + n + 1) // 2 for seq, n in self._granted.items())
+        return StepLoad(self.num_tokens - self.left, reads, len(self._granted))
+
+    def seal(self, step: int) -> tuple[StepPlan, list[Sequence]]:
+        """The plan and, in the same order, its sequences, which now count the tokens as planned."""
+        parts = tuple(_part(seq, count, step) for seq, count in self._granted.items())
+        return StepPlan(step, parts, tuple(self._copies.values())), list(self._granted)
+
+
+def _part(seq: Sequence, count: int, step: int) -> SequencePlan:
+    start, end = seq.num_planned, seq.num_planned + count
+    seq.num_planned = end
+    seq.last_step = step
+    seq.sampling = end == seq.num_tokens and seq.max_tokens > 0
+    sample = _sample(seq) if seq.sampling else None
+    token_ids = seq.tokens(start, end)
+    if seq.scores is None:
+        return SequencePlan(seq.seq_id, token_ids, start, seq.table, sample)
+    following = seq.prompt_ids[end] if end < len(seq.prompt_ids) else None
+    top = seq.group.request.params.prompt_logprobs
+    return SequencePlan(seq.seq_id, token_ids, start, seq.table, sample, top, following)
+
+
+def _sample(seq: Sequence) -> SamplePlan:
+    request, output = seq.group.request, seq.output_ids
+    banned = bans_stop_tokens(seq)
+    return SamplePlan(request.params, request.seed, seq.choice, len(output), seq.prompt_ids, output, banned)

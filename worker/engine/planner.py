@@ -1,0 +1,154 @@
+"""What one step computes, under one token budget: decodes, chunks of prompts, then who can be admitted."""
+
+from __future__ import annotations
+
+from worker.engine.admission import Admission
+from worker.engine.budget import Budget
+from worker.engine.chunks import Chunks
+from worker.engine.config import EngineConfig
+from worker.engine.kv import Placement
+from worker.engine.policy import order_key
+from worker.engine.request import Sequence
+from worker.engine.roster import Roster
+
+LOOKAHEAD = 8  # waiting sequences that do not fit and may be passed in one step
+
+
+class Planner:
+    """Fills steps; moves sequences between waiting and running as it does."""
+
+    def __init__(self, config: EngineConfig, roster: Roster, admission: Admission, budget: Budget) -> None:
+        self._config = config
+        self._roster = roster
+        self._kv = roster.kv
+        self._admission = admission
+        self._budget = budget
+        self.preemptions = 0
+
+    def fill(self, now: float) -> Chunks:
+        limits = self._budget.limits()
+        chunks = Chunks(limits.num_tokens)
+        self._serve_running(chunks)
+        if chunks.left and len(self._roster.waiting):
+            self._admit(chunks, limits.num_seqs, now)
+        chunks.top_up()
+        return chunks
+
+    def _serve_running(self, chunks: Chunks) -> None:
+        ready = [s for s in self._roster.running if not s.sampling and s.num_planned < s.num_tokens]
+        prefills = [s for s in ready if s.num_tokens - s.num_planned > 1]
+        decodes = len(ready) - len(prefills)
+        if decodes + bool(prefills) > chunks.left:
+            self._rotate(ready, chunks)
+            return
+        for seq in ready:
+            if seq.num_tokens - seq.num_planned == 1 and self._grow(seq, chunks):
+                chunks.grant(seq, 1)
+        company = len(prefills) > 1 or len(self._roster.waiting) > 0
+        for seq in prefills:
+            if seq.table:
+                chunks.grant(seq, self._chunk_limit(seq, chunks, company))
+
+    def _rotate(self, ready: list[Sequence], chunks: Chunks) -> None:
+        """The budget is short: whoever was served least recently goes first, with an eighth of it at most."""
+        for seq in sorted(ready, key=lambda s: (s.last_step, s.key)):
+            if not chunks.left:
+                return
+            if self._grow(seq, chunks):
+                chunks.grant(seq, max(1, chunks.num_tokens // 8))
+
+    def _chunk_limit(self, seq: Sequence, chunks: Chunks, company: bool) -> int:
+        """A prompt longer than a whole step leaves half to others: short ones need not wait for its end."""
+        long = seq.num_tokens - seq.num_planned > chunks.num_tokens
+        return max(1, chunks.left // 2) if long and company else chunks.left
+
+    def _grow(self, seq: Sequence, chunks: Chunks) -> bool:
+        """Get the block for the next position, by preemption if need be. False: it was preempted itself."""
+        while seq.table:
+            missing = self._kv.missing(seq, seq.num_planned + 1)
+            if missing <= self._kv.pool.num_free:
+                if missing:
+                    self._kv.grow(seq, missing)
+                return True
+            self._preempt(self._latest(), chunks)
+        return False
+
+    def _latest(self) -> Sequence:
+        """The victim when blocks run out: the last in order that is not protected."""
+        running = self._roster.running
+        return next((s for s in reversed(running) if not self._is_protected(s)), running[-1])
+
+    def _preempt(self, seq: Sequence, chunks: Chunks) -> None:
+        chunks.drop(seq)
+        self._roster.preempt(seq)
+        self.preemptions += 1
+
+    def _is_protected(self, seq: Sequence) -> bool:
+        return seq.preemptions >= self._config.max_preemptions
+
+    def _admit(self, chunks: Chunks, num_seqs: int, now: float) -> None:
+        roster = self._roster
+        arrivals = (s.group.request.arrival_s for s in roster.waiting)
+        quota = roster.gate.quota(now, len(roster.running), roster.num_waiting, arrivals)
+        index = 0
+        blocked: list[Sequence] = []
+        while quota > 0 and chunks.left and index < len(roster.waiting) and len(blocked) < LOOKAHEAD:
+            seq = roster.waiting[index]
+            where = self._make_room(seq, num_seqs, chunks)
+            if where is None:
+                if seq.passed >= self._config.max_passes:
+                    return
+                blocked.append(seq)
+                index += 1
+                continue
+            self._start(seq, where, chunks)
+            quota -= 1
+            for other in blocked:
+                other.passed += 1
+
+    def _start(self, seq: Sequence, where: Placement, chunks: Chunks) -> None:
+        chunks.copy(seq, self._roster.admit(seq, where))
+        chunks.grant(seq, self._chunk_limit(seq, chunks, len(self._roster.waiting) > 0))
+
+    def _make_room(self, seq: Sequence, num_seqs: int, chunks: Chunks) -> Placement | None:
+        """A placement that fits, if need be after preempting sequences of a lower class; or None."""
+        over = len(self._roster.running) + 1 - num_seqs
+        if over <= 0:
+            where = self._kv.find(seq)
+            if self._fits(seq, where):
+                return where
+        victims = self._victims(seq)
+        if not victims or over > len(victims) or not self._would_fit(seq, victims):
+            return None
+        for count, victim in enumerate(victims, start=1):
+            self._preempt(victim, chunks)
+            where = self._kv.find(seq)
+            if count >= over and self._fits(seq, where):
+                return where
+        return None
+
+    def _victims(self, seq: Sequence) -> list[Sequence]:
+        """Running sequences of a strictly lower class that also rank behind it, the last in order first."""
+        level = seq.group.request.priority
+        return [
+            s
+            for s in reversed(self._roster.running)
+            if s.group.request.priority > level and order_key(s) > seq.key and not self._is_protected(s)
+        ]
+
+    def _would_fit(self, seq: Sequence, victims: list[Sequence]) -> bool:
+        """Whether the sequence fits once all victims are gone, as far as can be told."""
+        pool = self._kv.pool
+        gone = set(victims)
+        rest = [s for s in self._roster.running if s not in gone]
+        freed = sum(pool.refs(block) == 1 for victim in victims for block in victim.table)
+        take = self._kv.find(seq).take
+        if take > pool.num_free + freed:
+            return False
+        return not rest or self._admission.peak_blocks(rest, seq, take) <= pool.num_blocks
+
+    def _fits(self, seq: Sequence, where: Placement) -> bool:
+        running = self._roster.running
+        if not len(running):
+            return where.take <= self._kv.pool.num_free
+        return self._admission.fits(seq, where.take, running)

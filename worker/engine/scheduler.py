@@ -1,0 +1,256 @@
+"""The scheduler: owns what waits and what runs, and decides each step.
+
+There are no phases. Every step has one token budget; sequences that lack one token (decodes) come first,
+then chunks of those that lack more, in the order of rank, then waiting ones are admitted. `plan` may be
+called again before `apply` of the plan before it: a sequence whose next token is being drawn is left out
+until it is known, and results of sequences that were aborted or preempted meanwhile are dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from headrace.errors import HeadraceError
+from worker.engine.admission import Admission, validate
+from worker.engine.batching import make_gate
+from worker.engine.blocks import BlockPool
+from worker.engine.budget import Budget, FixedBudget, StepLoad
+from worker.engine.config import EngineConfig
+from worker.engine.finishing import finish_of
+from worker.engine.kv import KvManager
+from worker.engine.outputs import FailedOutput, Finish, FinishedOutput, Output, TokenOutput
+from worker.engine.plan import ScoredToken, SequencePlan, StepPlan, StepResult
+from worker.engine.planner import Planner
+from worker.engine.policy import rank
+from worker.engine.prefix import PrefixCache
+from worker.engine.request import Group, Request, Sequence
+from worker.engine.roster import Roster
+from worker.engine.stats import Counters, EngineStats
+
+
+class Scheduler:
+    """Pure bookkeeping: no clock, no tensor, no I/O. Outputs pile up until `take_outputs`."""
+
+    def __init__(self, config: EngineConfig, budget: Budget | None = None) -> None:
+        self.config = config
+        self.budget = budget or FixedBudget(config.max_num_batched_tokens, config.max_num_seqs)
+        self.pool = BlockPool(config.num_blocks, config.block_size)
+        prefix = PrefixCache(self.pool, enabled=config.prefix_cache, hash_bytes=config.prefix_hash_bytes)
+        self.kv = KvManager(self.pool, prefix)
+        gate = make_gate(config.batching, config.max_num_seqs, config.batch_wait_s)
+        self.roster = Roster(self.kv, gate)
+        self.admission = Admission(self.pool, config.max_model_len)
+        self._planner = Planner(config, self.roster, self.admission, self.budget)
+        self._counters = Counters()
+        self._outputs: list[Output] = []
+        self._in_flight: dict[int, tuple[list[tuple[Sequence, int]], StepLoad]] = {}
+        self._deadlines: list[tuple[float, int, Group]] = []
+        self._last_load = StepLoad(0, 0, 0)
+        self._step = self._order = self._last_seq_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.roster.groups or self._outputs or self.roster.released)
+
+    def add(self, request: Request) -> None:
+        """Raises HeadraceError: invalid_request, conflict, context_length_exceeded or capacity."""
+        if request.request_id in self.roster.groups:
+            raise HeadraceError("conflict", "A request with this id is running.", "id")
+        validate(request)
+        max_tokens = self.admission.max_tokens(request)
+        self._order += 1
+        group = Group(request, rank(request, self.config.policy, self.config.ageing_s), self._order)
+        group.score_prompt = _wants_scores(request)
+        for choice in range(request.params.n):
+            if choice not in request.finished_choices:
+                self._add_choice(group, choice, max_tokens)
+        if group.live:
+            self.roster.enter(group)
+            if request.deadline_s is not None:
+                heapq.heappush(self._deadlines, (request.deadline_s, group.order, group))
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it, without output. An unknown one is no error."""
+        group = self.roster.groups.get(request_id)
+        if group is None:
+            return
+        if choice is None:
+            self._counters.aborted_requests += 1
+            self.roster.leave_all(group)
+            return
+        for seq in [s for s in group.live if s.choice == choice]:
+            self.admission.ended(seq)
+            self.roster.leave(seq)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute. `now` is on the clock of the requests."""
+        self._expire(now)
+        chunks = self._planner.fill(now)
+        if not len(chunks):
+            return None
+        load = chunks.load()
+        plan, sequences = chunks.seal(self._step)
+        self._in_flight[plan.step] = ([(seq, seq.epoch) for seq in sequences], load)
+        self._step += 1
+        return plan
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float, duration_s: float | None = None) -> None:
+        """Take in what a plan gave. Plans are applied in the order in which they were made."""
+        flight, self._last_load = self._in_flight.pop(plan.step)
+        for (seq, epoch), part in zip(flight, plan.sequences, strict=True):
+            if seq.epoch != epoch:
+                self._counters.dropped_results += 1
+            elif seq.seq_id in result.failed:
+                self._fail(seq.group, result.failed[seq.seq_id])
+            else:
+                self._advance(seq, part, plan.step, result)
+                self._counters.last_progress_s = now
+                self._counters.last_progress_step = plan.step
+        if duration_s is not None:
+            self.budget.observe(self._last_load, duration_s)
+
+    def take_outputs(self) -> list[Output]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def take_released(self) -> list[int]:
+        """Ids of sequences that have left, or were preempted, since the last call."""
+        released, self.roster.released = self.roster.released, []
+        return released
+
+    def wake_at(self) -> float | None:
+        """When something changes by time alone: a waiting batch starts, or a deadline passes."""
+        roster = self.roster
+        gate = roster.gate.wake_at(len(roster.running), roster.num_waiting, self._arrivals())
+        times = [t for t in (gate, self._deadlines[0][0] if self._deadlines else None) if t is not None]
+        return min(times, default=None)
+
+    def admissible(self, priority: int = 2) -> tuple[int, int]:
+        """Sequences of this class that could start now, lower ones giving way, and the KV tokens for them."""
+        roster = self.roster
+        lower = [s for s in roster.running if s.group.request.priority > priority]
+        taken = roster.gate.slots(len(roster.running)) + roster.num_waiting - len(lower)
+        slots = self.config.max_num_seqs - taken
+        kept = [s for s in roster.running if s.group.request.priority <= priority]
+        wanted = sum(self.pool.blocks_for(seq.num_tokens) for seq in roster.waiting)
+        blocks = self.pool.num_blocks - self.admission.peak_blocks(kept) - wanted
+        return max(0, slots), max(0, int(blocks) * self.pool.block_size)
+
+    def stats(self) -> EngineStats:
+        roster, pool = self.roster, self.pool
+        limits = self.budget.limits()
+        return EngineStats(
+            step=self._step,
+            running=len(roster.running),
+            waiting=roster.num_waiting,
+            slots_used=roster.gate.slots(len(roster.running)),
+            max_num_seqs=self.config.max_num_seqs,
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=self.kv.prefix.num_cached,
+            kv_utilisation=pool.num_used / pool.num_blocks,
+            token_budget=limits.num_tokens,
+            seq_budget=limits.num_seqs,
+            budget_reason=self.budget.explain(),
+            last_step_tokens=self._last_load.num_tokens,
+            last_step_seqs=self._last_load.num_seqs,
+            prefix_queried_tokens=self.kv.queried_tokens,
+            prefix_hit_tokens=self.kv.hit_tokens,
+            preemptions=self._planner.preemptions,
+            **asdict(self._counters),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if any block is lost, held twice by mistake, or wrongly cached."""
+        self.pool.check_integrity(seq.table for seq in self._sequences())
+        self.kv.prefix.check_integrity()
+        if not self.roster.groups and self.pool.num_used:
+            raise RuntimeError(f"{self.pool.num_used} blocks are in use by nobody")
+
+    def _sequences(self) -> Iterator[Sequence]:
+        return (seq for group in self.roster.groups.values() for seq in group.live)
+
+    def _arrivals(self) -> Iterator[float]:
+        return (seq.group.request.arrival_s for seq in self.roster.waiting)
+
+    def _add_choice(self, group: Group, choice: int, max_tokens: int) -> None:
+        request = group.request
+        output_ids = list(request.resumed[choice]) if choice < len(request.resumed) else []
+        self._last_seq_id += 1
+        seq = Sequence(self._last_seq_id, group, choice, request.prompt_ids, output_ids, max_tokens)
+        finish, stop_token = finish_of(seq)
+        if finish is None or (group.score_prompt and not group.live):
+            group.live.append(seq)
+        else:
+            self._outputs.append(FinishedOutput(request.request_id, choice, finish, stop_token))
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, group = heapq.heappop(self._deadlines)
+            if group.live:
+                self._fail(group, HeadraceError("deadline_exceeded"))
+
+    def _fail(self, group: Group, error: HeadraceError) -> None:
+        self._counters.failed_requests += 1
+        self.roster.leave_all(group)
+        self._outputs.append(FailedOutput(group.request.request_id, error))
+
+    def _advance(self, seq: Sequence, part: SequencePlan, step: int, result: StepResult) -> None:
+        group = seq.group
+        seq.num_computed += len(part.token_ids)
+        self._counters.computed_tokens += len(part.token_ids)
+        self.kv.publish(seq)
+        if seq.scores is not None:
+            seq.scores.extend(result.prompt_logprobs.get(seq.seq_id, ()))
+        if not group.prompt_done and seq.num_computed >= len(seq.prompt_ids):
+            self.roster.prompt_done(group)
+        if part.sample is not None:
+            self._take_token(seq, result.sampled.get(seq.seq_id), step)
+        elif seq.max_tokens == 0 and seq.num_computed == seq.num_tokens:
+            self._end_scoring(seq)
+
+    def _take_token(self, seq: Sequence, scored: ScoredToken | None, step: int) -> None:
+        if scored is None:
+            self._fail(seq.group, HeadraceError("internal", "The step gave no token for a sequence."))
+            return
+        seq.sampling = False
+        seq.append(scored.token_id)
+        self._counters.generated_tokens += 1
+        finish, stop_token = finish_of(seq)
+        self._outputs.append(self._token_output(seq, scored, finish, stop_token, step))
+        if finish is not None:
+            self._complete(seq)
+
+    def _token_output(
+        self, seq: Sequence, scored: ScoredToken, finish: Finish | None, stop_token: int | None, step: int
+    ) -> TokenOutput:
+        group = seq.group
+        cached, scores = group.cached_tokens or 0, _take_scores(seq)
+        request_id, choice, token_id = group.request.request_id, seq.choice, scored.token_id
+        return TokenOutput(request_id, choice, token_id, scored, finish, stop_token, cached, scores, step)
+
+    def _end_scoring(self, seq: Sequence) -> None:
+        request_id, scores = seq.group.request.request_id, _take_scores(seq)
+        self._outputs.append(FinishedOutput(request_id, seq.choice, "length", prompt_logprobs=scores))
+        self._complete(seq)
+
+    def _complete(self, seq: Sequence) -> None:
+        self._counters.finished_choices += 1
+        self.admission.ended(seq)
+        self.roster.leave(seq)
+
+
+def _wants_scores(request: Request) -> bool:
+    """Prompt log-probabilities go out with the first token: a log that has one has them."""
+    begun = any(request.resumed) or bool(request.finished_choices)
+    return request.params.prompt_logprobs is not None and not begun
+
+
+def _take_scores(seq: Sequence) -> tuple[ScoredToken, ...] | None:
+    if seq.scores is None:
+        return None
+    scores, seq.scores = tuple(seq.scores), None
+    seq.group.score_prompt = False
+    return scores
