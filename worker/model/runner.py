@@ -1,0 +1,119 @@
+"""Computes one StepPlan: inputs, model, sampler. Holds the KV tensors, knows nothing of scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.errors import HeadraceError
+from headrace.messages import SamplingParams
+from worker.engine.plan import SamplePlan, ScoredToken, SequencePlan, StepPlan, StepResult
+from worker.model.inputs import StepInputs, build_inputs
+from worker.model.kv import KVCache
+from worker.model.loader import LoadedModel
+from worker.model.sampler import Sampler, SampleRow, score_tokens
+
+SCORED_ROWS = 64  # prompt rows scored at a time, which bounds the log-softmax kept
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The logits rows first … first + len(targets) - 1 score the prompt tokens `targets` of a sequence."""
+
+    seq_id: int
+    first: int
+    targets: tuple[int, ...]
+    k: int
+
+
+class ModelRunner:
+    """Runs steps for one model. `encode_bad_word` spells a bad word in tokens, in every way to be banned."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        encode_bad_word: Callable[[str], Sequence[Sequence[int]]] | None = None,
+        warm_up: bool = True,
+    ) -> None:
+        self.loaded = loaded
+        self.kv = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        self.sampler = Sampler(loaded.tokenizer_vocab_size, sorted(loaded.eos_ids), encode_bad_word)
+        if warm_up:
+            self._warm_up()
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan. A sequence that fails is named in the result and does not touch the others."""
+        self.kv.copy_blocks(plan.block_copies)
+        if not plan.sequences:
+            return StepResult({})
+        inputs = build_inputs(plan, self.kv.block_size, self.loaded.device)
+        rows, samples, prompts = _wanted_rows(plan, inputs)
+        logits = self.loaded.forward.logits(inputs, self.kv, rows)
+        sampled = self.sampler.sample(logits[: len(samples)], samples)
+        failed = dict(sampled.failed)
+        return StepResult(sampled.tokens, failed, self._score_prompts(logits, prompts, failed))
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence is gone. Packed models keep nothing for a sequence but its blocks."""
+
+    def _score_prompts(
+        self, logits: Tensor, prompts: Sequence[PromptRows], failed: dict[int, HeadraceError]
+    ) -> dict[int, tuple[ScoredToken, ...]]:
+        scored: dict[int, tuple[ScoredToken, ...]] = {}
+        for p in prompts:
+            rows = logits[p.first : p.first + len(p.targets), : self.sampler.vocab_size]
+            if not bool(rows.isfinite().all()):
+                failed.setdefault(p.seq_id, HeadraceError("non_finite"))
+            elif p.seq_id not in failed:
+                scored[p.seq_id] = _score_in_parts(rows, p.targets, p.k)
+        return scored
+
+    def _warm_up(self) -> None:
+        """A chunk and a decode, so that the first request does not pay for what is prepared on first use."""
+        block_size = self.kv.block_size
+        count = min(_WARM_UP_TOKENS, self.kv.num_blocks * block_size - 1)
+        table = range(-(-(count + 1) // block_size))
+        greedy = SamplePlan(SamplingParams(temperature=0.0), 0, 0, 0, (), (), False)
+        for start, size in ((0, count), (count, 1)):
+            if size:
+                self.run(StepPlan(0, (SequencePlan(0, [0] * size, start, table, greedy),)))
+
+
+def _wanted_rows(plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, list[SampleRow], list[PromptRows]]:
+    """Packed tokens whose logits are needed: first those to draw from, then those that score prompts."""
+    lasts = inputs.cu_seqlens[1:] - 1
+    drawn = [(i, SampleRow(s.seq_id, s.sample)) for i, s in enumerate(plan.sequences) if s.sample is not None]
+    parts = [lasts[[i for i, _ in drawn]] if drawn else np.empty(0, np.int64)]
+    prompts, count = [], len(drawn)
+    for i, sequence in enumerate(plan.sequences):
+        targets = _prompt_targets(sequence)
+        if targets:
+            prompts.append(PromptRows(sequence.seq_id, count, targets, sequence.prompt_logprobs or 0))
+            first = int(inputs.cu_seqlens[i])
+            parts.append(np.arange(first, first + len(targets)))
+            count += len(targets)
+    rows = torch.from_numpy(np.concatenate(parts)).to(inputs.slots.device)
+    return rows, [row for _, row in drawn], prompts
+
+
+def _prompt_targets(sequence: SequencePlan) -> tuple[int, ...]:
+    if sequence.prompt_logprobs is None:
+        return ()
+    after = () if sequence.next_prompt_id is None else (sequence.next_prompt_id,)
+    return (*sequence.token_ids[1:], *after)
+
+
+def _score_in_parts(rows: Tensor, targets: Sequence[int], k: int) -> tuple[ScoredToken, ...]:
+    scored: list[ScoredToken] = []
+    for at in range(0, len(targets), SCORED_ROWS):
+        scored += score_tokens(rows[at : at + SCORED_ROWS], targets[at : at + SCORED_ROWS], k)
+    return tuple(scored)

@@ -1,0 +1,159 @@
+"""From logits to tokens, each row by itself.
+
+The order of operations for a row:
+
+1.  Ids past the tokenizer's vocabulary are cut off. Logits that are not finite fail the row (`non_finite`).
+2.  Log-probabilities that are reported are the log-softmax of these logits: the model's own distribution.
+3.  `logit_bias` is added; a bias of -100 or less bans the token.
+4.  Repetition penalty (tokens of prompt and output: positive logits divided, negative multiplied), then frequency and
+    presence penalty (tokens of the output).
+5.  Tokens that would complete one of `bad_words` are banned.
+6.  Until `min_tokens` is reached every end-of-sequence and stop token is banned. A row without any token left fails
+    (`invalid_request`).
+7.  Greedy (temperature below 1e-5, top_k 1 or top_p 0): the largest logit, the lowest id among equals.
+8.  Otherwise temperature, then top_k, top_p over what top_k left, min_p relative to the likeliest; tokens equal to the
+    last one kept are kept too.
+9.  One uniform number keyed by (seed, choice, position) picks from the cumulative distribution in the order of ids.
+
+No operation mixes rows and none reduces a row in an order that depends on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.errors import HeadraceError
+from worker.engine.plan import SamplePlan, ScoredToken
+from worker.model.nucleus import draw
+from worker.model.penalties import BAN_BIAS, BadWords, adjust, needs_adjusting
+from worker.model.philox import uniform
+
+GREEDY_TEMPERATURE = 1e-5
+
+__all__ = ["BAN_BIAS", "SampleRow", "Sampled", "Sampler", "is_greedy", "score_tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row of logits to draw from, for one sequence."""
+
+    seq_id: int
+    plan: SamplePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What became of the rows, by sequence."""
+
+    tokens: Mapping[int, ScoredToken]
+    failed: Mapping[int, HeadraceError]
+
+
+class Sampler:
+    """Draws tokens. `encode_bad_word` turns a bad word into the token sequences that spell it."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        encode_bad_word: Callable[[str], Sequence[Sequence[int]]] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eos_ids = tuple(eos_ids)
+        self.bad_words = BadWords(encode_bad_word)
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
+        """logits [len(rows), ≥ vocab_size] fp32, left as they are."""
+        raw = logits[:, : self.vocab_size]
+        failed: dict[int, HeadraceError] = {}
+        finite = _finite_rows(raw)
+        for row, ok in zip(rows, finite, strict=True):
+            if not ok:
+                failed[row.seq_id] = HeadraceError("non_finite")
+        adjusted = self._adjust(raw, rows, failed)
+        alive = [i for i, row in enumerate(rows) if row.seq_id not in failed]
+        tokens = self._choose(adjusted, rows, alive)
+        return Sampled(_score(raw, rows, tokens), failed)
+
+    def _adjust(self, raw: Tensor, rows: Sequence[SampleRow], failed: dict[int, HeadraceError]) -> Tensor:
+        """Steps 3 to 6, on copies of the rows that ask for them."""
+        wanted = [i for i, r in enumerate(rows) if r.seq_id not in failed and needs_adjusting(r.plan)]
+        if not wanted:
+            return raw
+        adjusted = raw.clone()
+        for i in wanted:
+            try:
+                adjust(adjusted[i], rows[i].plan, self.eos_ids, self.bad_words)
+            except HeadraceError as error:
+                failed[rows[i].seq_id] = error
+            except Exception as problem:  # one request's parameters must not fail its neighbours
+                failed[rows[i].seq_id] = HeadraceError(
+                    "internal", f"sampling failed: {type(problem).__name__}"
+                )
+        return adjusted
+
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow], alive: Sequence[int]) -> dict[int, int]:
+        """Token ids by row."""
+        greedy = [i for i in alive if is_greedy(rows[i].plan)]
+        drawn = [i for i in alive if not is_greedy(rows[i].plan)]
+        tokens: dict[int, int] = {}
+        if greedy:
+            tokens.update(zip(greedy, _pick(logits, greedy).argmax(-1).tolist(), strict=True))
+        if drawn:
+            plans = [rows[i].plan for i in drawn]
+            uniforms = [uniform(p.seed, p.choice, p.position) for p in plans]
+            ids = draw(_pick(logits, drawn), [p.params for p in plans], uniforms)
+            tokens.update(zip(drawn, ids, strict=True))
+        return tokens
+
+
+def is_greedy(plan: SamplePlan) -> bool:
+    params = plan.params
+    return params.temperature < GREEDY_TEMPERATURE or params.top_k == 1 or params.top_p <= 0.0
+
+
+def score_tokens(raw: Tensor, token_ids: Sequence[int], k: int) -> list[ScoredToken]:
+    """Each row's token with its log-probability, and the row's k likeliest. raw: [len(token_ids), vocab] fp32."""
+    if not token_ids:
+        return []
+    logprobs = raw.float().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=raw.device)[:, None])[:, 0].tolist()
+    if k <= 0:
+        return [ScoredToken(t, lp) for t, lp in zip(token_ids, chosen, strict=True)]
+    values, ids = (t.tolist() for t in logprobs.topk(min(k, logprobs.shape[1]), dim=-1))
+    tops = [_best_first(i, v) for i, v in zip(ids, values, strict=True)]
+    return [ScoredToken(t, lp, top) for t, lp, top in zip(token_ids, chosen, tops, strict=True)]
+
+
+def _best_first(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _score(raw: Tensor, rows: Sequence[SampleRow], tokens: Mapping[int, int]) -> dict[int, ScoredToken]:
+    """Tokens with the log-probabilities their requests ask for; 0.0 where none are asked for."""
+    out = {rows[i].seq_id: ScoredToken(token, 0.0) for i, token in tokens.items()}
+    by_k: dict[int, list[int]] = {}
+    for i in tokens:
+        k = rows[i].plan.params.logprobs
+        if k is not None:
+            by_k.setdefault(k, []).append(i)
+    for k, members in by_k.items():
+        scored = score_tokens(_pick(raw, members), [tokens[i] for i in members], k)
+        out.update((rows[i].seq_id, s) for i, s in zip(members, scored, strict=True))
+    return out
+
+
+def _pick(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """The chosen rows, without a copy when they are all."""
+    if len(rows) == logits.shape[0]:
+        return logits
+    return logits[torch.tensor(rows, device=logits.device)]
+
+
+def _finite_rows(logits: Tensor) -> list[bool]:
+    low, high = logits.aminmax(dim=-1)  # NaN wins both
+    return (low.isfinite() & high.isfinite()).tolist()

@@ -1,0 +1,90 @@
+"""Checks made at load: does the packed model agree with plain transformers, and are its bits free of the batch?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.messages import SamplingParams
+from worker.engine.plan import SamplePlan, SequencePlan, StepPlan
+from worker.model.inputs import build_inputs
+from worker.model.kv import KVCache
+from worker.model.packed import PackedModel
+
+BLOCK_SIZE = 16
+LENGTHS = (24, 7)
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Prompts and the last logits [vocab] that plain transformers gives each of them, alone."""
+
+    prompts: tuple[list[int], ...]
+    logits: tuple[Tensor, ...]
+
+
+@torch.inference_mode()
+def make_reference(model: Any, vocab_size: int, max_len: int, device: torch.device) -> Reference:
+    """Run before anything in the model is replaced."""
+    generator = torch.Generator().manual_seed(20)
+    prompts = tuple(
+        torch.randint(vocab_size, (min(length, max_len),), generator=generator).tolist() for length in LENGTHS
+    )
+    return Reference(prompts, tuple(_plain_logits(model, prompt, device) for prompt in prompts))
+
+
+def _plain_logits(model: Any, prompt: list[int], device: torch.device) -> Tensor:
+    ids = torch.tensor([prompt], device=device)
+    positions = torch.arange(len(prompt), device=device)[None]
+    return model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, -1].float()
+
+
+@torch.inference_mode()
+def disagreement(forward: PackedModel, reference: Reference, kv: KVCache) -> float:
+    """The largest difference to the reference, relative to its largest logit, over a crowded and chunked run."""
+    crowd = _crowded(forward, reference.prompts, kv)
+    worst = 0.0
+    for ours, theirs in zip(crowd, reference.logits, strict=True):
+        scale = max(1.0, float(theirs.abs().max()))
+        worst = max(worst, float((ours - theirs).abs().nan_to_num(torch.inf).max()) / scale)
+    return worst
+
+
+@torch.inference_mode()
+def bits_agree(forward: PackedModel, reference: Reference, kv: KVCache) -> bool:
+    """Whether each prompt alone and whole gives the bits it gives in chunks amid others."""
+    crowd = _crowded(forward, reference.prompts, kv)
+    for i, prompt in enumerate(reference.prompts):
+        alone = _run(forward, kv, [(i, prompt, 0)])
+        if not torch.equal(alone[i], crowd[i]):
+            return False
+    return True
+
+
+def self_test_cache(forward: PackedModel, dtype: torch.dtype, device: torch.device) -> KVCache:
+    return KVCache(forward.layers, 3 * len(LENGTHS), BLOCK_SIZE, dtype, device)
+
+
+def _crowded(forward: PackedModel, prompts: tuple[list[int], ...], kv: KVCache) -> list[Tensor]:
+    """Three steps: chunks beside each other, then the rest, the last token of each as a decode."""
+    cuts = [(0, len(p) // 2, len(p) - 1, len(p)) for p in prompts]
+    last: dict[int, Tensor] = {}
+    for step in range(3):
+        parts = [(i, p[cuts[i][step] : cuts[i][step + 1]], cuts[i][step]) for i, p in enumerate(prompts)]
+        last.update(_run(forward, kv, [part for part in parts if part[1]]))
+    return [last[i] for i in range(len(prompts))]
+
+
+def _run(forward: PackedModel, kv: KVCache, parts: list[tuple[int, list[int], int]]) -> dict[int, Tensor]:
+    """Logits after the last token of each part (prompt number, tokens, start)."""
+    sample = SamplePlan(SamplingParams(), 0, 0, 0, (), (), False)
+    tables = {i: [2 * n + i for n in range(3)] for i, _, _ in parts}  # blocks of the prompts interleave
+    plan = StepPlan(0, tuple(SequencePlan(i, ids, start, tables[i], sample) for i, ids, start in parts))
+    inputs = build_inputs(plan, BLOCK_SIZE, kv.k[0].device)
+    rows = torch.from_numpy(inputs.cu_seqlens[1:] - 1).to(kv.k[0].device)
+    logits = forward.logits(inputs, kv, rows)
+    return {i: row for (i, _, _), row in zip(parts, logits, strict=True)}
