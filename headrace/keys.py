@@ -1,4 +1,4 @@
-"""Every key of the protocol, built here and nowhere else. The pool's name is the hash tag: one Cluster slot a pool."""
+"""Every key of the protocol, built here and nowhere else. The pool's name is the hash tag: a slot a pool."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ class Keys:
     def deadlines(self) -> str:
         """Zset of entries that have a deadline: member `<class>-<entry id>`, score = ms of Redis's clock."""
         return self._key("deadlines")
+
+    @property
+    def ids(self) -> str:
+        """Hash `<class>-<entry id>` to job id, of entries under way whose producer chose the id."""
+        return self._key("ids")
 
     @property
     def leases(self) -> str:

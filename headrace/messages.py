@@ -63,7 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry of `lp`: the token's id, log-probability (natural log, never -inf: -9999.0) and UTF-8 bytes."""
+    """One entry of `lp`: the token's id, natural log-probability (never -inf: -9999.0) and UTF-8 bytes."""
 
     id: int
     lp: float

@@ -1,0 +1,91 @@
+-- uses: base cost ending
+-- Makes picked jobs this worker's: raises epoch and attempt. Ends those cancelled, past their deadline, tried too often
+-- or damaged, and drops second entries of a job.
+-- ARGV: worker, lease ms, max attempts, retention ms, nonce, output weight, default output, then {class, entry, id, ttl ms} for each item.
+-- Returns {outcome, epoch, attempt, ms left (-1: no deadline), last seq, submitted ms} for each item.
+local k = {
+  queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
+  vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], dead = KEYS[11],
+}
+local worker, lease_ms, max_attempts = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local retention_ms, nonce = tonumber(ARGV[4]), ARGV[5]
+local output_weight, default_output = tonumber(ARGV[6]), tonumber(ARGV[7])
+local DEAD_LENGTH, DEAD_VALUES = 10000, 2000
+local now = now_ms()
+
+-- The lease says that somebody holds the entry, the consumer says who.
+local function is_ours(j, entry)
+  if not redis.call('ZSCORE', k.leases, j.member) then return false end
+  if not entry then return true end
+  local pending = redis.pcall('XPENDING', k.queue[j.class], GROUP, j.entry, j.entry, 1)
+  return not is_error(pending) and pending[1] ~= nil and pending[1][2] == worker
+end
+
+local function bury(j, entry, attempt)
+  local copy = {'job', j.id, 'class', j.class, 'entry', j.entry, 'attempt', attempt, 'at', now}
+  for i = 1, math.min(#entry[2], DEAD_VALUES) do copy[#copy + 1] = entry[2][i] end
+  redis.pcall('XADD', k.dead, 'MAXLEN', '~', DEAD_LENGTH, '*', unpack(copy))
+end
+
+local function finish(j, entry, outcome, status, code)
+  end_job(k, j, status, code, now, retention_ms)
+  if entry and outcome ~= 'exhausted' then refund(k.vtime, j.class, entry[2], output_weight, default_output) end
+  return {outcome, j.epoch + 1, 0, -1, j.seq + 1, j.submitted}
+end
+
+local function run(j, s, entry, deadline)
+  local attempt, epoch = number_or(s.attempt, 0) + 1, j.epoch + 1
+  redis.call('HSET', j.job, 'status', 'running', 'epoch', epoch, 'attempt', attempt, 'seq', j.seq, 'worker', worker,
+    'class', j.class, 'entry', j.entry, 'tenant', estimate(entry[2], 1).tenant, 't_submit', j.submitted,
+    't_start', s.t_start or now, 'nonce', nonce)
+  if deadline then redis.call('HSET', j.job, 'deadline', deadline) end
+  redis.call('PERSIST', j.job)
+  redis.call('ZADD', k.leases, now + lease_ms, j.member)
+  return {'run', epoch, attempt, deadline and deadline - now or -1, j.seq, j.submitted}
+end
+
+local function deadline_of(j, s, ttl_ms)
+  local score = redis.pcall('ZSCORE', k.deadlines, j.member)
+  if wrong_type(score) then score = nil end
+  local known = number_or(s.deadline, nil) or number_or(score or nil, nil)
+  return known or (ttl_ms > 0 and j.submitted + ttl_ms or nil)
+end
+
+local function claim(j, ttl_ms)
+  local s = read_state(j, now)
+  if not s then return {'error', 0, 0, -1, 0, 0} end
+  local entry = redis.call('XRANGE', k.queue[j.class], j.entry, j.entry)[1]
+  if not is_ours(j, entry) then return {'stale', j.epoch, 0, -1, j.seq, j.submitted} end
+  if s.other or s.ended then
+    remove_entry(k, j)
+    return {s.other and 'duplicate' or 'ended', j.epoch, 0, -1, j.seq, j.submitted}
+  end
+  local deadline = deadline_of(j, s, ttl_ms)
+  if s.nonce == nonce then
+    return {'run', j.epoch, number_or(s.attempt, 1), deadline and deadline - now or -1, j.seq, j.submitted}
+  end
+  if s.broken or not entry then return finish(j, entry, 'lost', 'failed', 'lost') end
+  if flag(s.cancel) then return finish(j, entry, 'cancelled', 'cancelled') end
+  if deadline and deadline <= now then return finish(j, entry, 'expired', 'failed', 'deadline_exceeded') end
+  if number_or(s.attempt, 0) >= max_attempts then
+    bury(j, entry, number_or(s.attempt, 0))
+    return finish(j, entry, 'exhausted', 'failed', 'poison')
+  end
+  return run(j, s, entry, deadline)
+end
+
+local function claim_safely(j, ttl_ms)
+  local found = redis.call('TYPE', k.queue[j.class]).ok
+  if found ~= 'stream' and found ~= 'none' then return {'error', 0, 0, -1, 0, 0} end
+  return claim(j, ttl_ms)
+end
+
+local out = {}
+for i = 0, (#KEYS - 11) / 3 - 1 do
+  local at, key = 8 + i * 4, 12 + i * 3
+  local j = {job = KEYS[key], log = KEYS[key + 1], live = KEYS[key + 2]}
+  j.class, j.entry, j.id = ARGV[at], ARGV[at + 1], ARGV[at + 2]
+  j.member = j.class .. '-' .. j.entry
+  out[i + 1] = claim_safely(j, tonumber(ARGV[at + 3]))
+end
+return out

@@ -1,0 +1,204 @@
+-- uses: base cost
+-- Sorts new entries into `ready` by start-time fair queueing (Goyal, Vin, Cheng 1996), then hands out expired leases
+-- and up to n jobs, each under a lease. The class with the lowest weighted clock is next, so no class starves.
+-- ARGV: worker, n, budget tokens, lease ms, sort limit, output weight, default output tokens, output reserve.
+-- Returns {{id to wait behind, for each class}, waiting, {names of unusable keys}, {class, entry, {fields}}…}.
+local k = {
+  queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
+  vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10],
+}
+local worker, want, budget = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local lease_ms, sort_limit = tonumber(ARGV[4]), tonumber(ARGV[5])
+local output_weight, default_output, reserve = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local CLASS_WEIGHT = {high = 16, normal = 4, low = 1}
+local READY_CONSUMER, SORT_BYTES = 'ready', 4194304
+local now, bad, usable = now_ms(), {}, {}
+
+local function is_type(key, wanted)
+  local found = redis.call('TYPE', key).ok
+  if found ~= wanted and found ~= 'none' then bad[#bad + 1] = key end
+  return found == wanted or found == 'none', found ~= 'none'
+end
+
+if not is_type(k.leases, 'zset') then return redis.error_reply('WRONGTYPE ' .. k.leases) end
+local clocks_ok, ids_ok, deadlines_ok = is_type(k.vtime, 'hash'), is_type(k.ids, 'hash'), is_type(k.deadlines, 'zset')
+for _, class in ipairs(CLASSES) do
+  local queue_ok, exists = is_type(k.queue[class], 'stream')
+  local ready_ok = is_type(k.ready[class], 'zset')
+  usable[class] = queue_ok and ready_ok and {exists = exists} or nil
+end
+
+-- Clocks are read once and written back once.
+local clocks, changed = {}, {}
+local function clock(name, otherwise)
+  if clocks[name] == nil then
+    clocks[name] = number_or(clocks_ok and redis.call('HGET', k.vtime, name), otherwise or 0)
+  end
+  return clocks[name]
+end
+local function set_clock(name, value)
+  clocks[name], changed[name] = value, true
+end
+
+local function sort_entry(class, id, fields)
+  local member = class .. '-' .. id
+  if redis.call('ZSCORE', k.leases, member) then return end -- the group was made anew while it runs
+  local e = estimate(fields, default_output)
+  local finish = 'f:' .. class .. ':' .. e.tenant
+  local start = math.max(clock('v:' .. class), clock(finish))
+  local weight = math.min(math.max(clock('w:' .. e.tenant, 1), 0.001), 1000)
+  set_clock(finish, start + cost_of(e, output_weight) / weight)
+  set_clock('m:' .. class, math.max(clock('m:' .. class), clock(finish)))
+  redis.call('ZADD', k.ready[class], 'NX', exact(start), id)
+  if e.ttl_ms and deadlines_ok then redis.call('ZADD', k.deadlines, 'NX', submitted_ms(id, now) + e.ttl_ms, member) end
+  if e.id and e.id ~= member and ids_ok then redis.call('HSET', k.ids, member, e.id) end
+end
+
+-- Entries with ids far in the future stop every later XADD: they are submitted again, under the job id they had.
+local function move_back(class, far)
+  local top = redis.call('XREVRANGE', k.queue[class], '+', '-', 'COUNT', #far + 1)[#far + 1]
+  if top and id_ms(top[1]) > now + CLOCK_SLACK_MS then return false end
+  for _, entry in ipairs(far) do
+    redis.call('XACK', k.queue[class], GROUP, entry[1])
+    redis.call('XDEL', k.queue[class], entry[1])
+  end
+  local last = (top and id_ms(top[1]) >= now) and top[1] or (exact(now) .. '-0')
+  redis.call('XSETID', k.queue[class], last)
+  redis.call('XGROUP', 'SETID', k.queue[class], GROUP, last)
+  for _, entry in ipairs(far) do
+    local fields = entry[2]
+    if not estimate(fields, 1).id then
+      table.insert(fields, 1, class .. '-' .. entry[1])
+      table.insert(fields, 1, 'id')
+    end
+    redis.call('XADD', k.queue[class], '*', unpack(fields))
+  end
+  return true
+end
+
+local function read_new(class, count)
+  local function read()
+    return redis.pcall('XREADGROUP', 'GROUP', GROUP, READY_CONSUMER, 'COUNT', count, 'STREAMS', k.queue[class], '>')
+  end
+  local reply = read()
+  if is_error(reply) and reply.err:find('NOGROUP', 1, true) then
+    redis.call('XGROUP', 'CREATE', k.queue[class], GROUP, '0')
+    reply = read()
+  end
+  if is_error(reply) then error(reply.err, 0) end
+  return reply and reply[1][2] or {}
+end
+
+local function sort_class(class)
+  local room, bytes = sort_limit, 0
+  while room > 0 and bytes < SORT_BYTES do
+    local batch, far = read_new(class, math.min(room, 32)), {}
+    if #batch > 0 and redis.call('ZCARD', k.ready[class]) == 0 then
+      set_clock('v:' .. class, math.max(clock('v:' .. class), clock('m:' .. class)))
+    end
+    for _, entry in ipairs(batch) do
+      local small = #entry[2] < 4000
+      if small and id_ms(entry[1]) > now + CLOCK_SLACK_MS then far[#far + 1] = entry
+      else sort_entry(class, entry[1], entry[2]) end
+      for i = 2, math.min(#entry[2], 4000), 2 do bytes = bytes + #entry[2][i] end
+    end
+    if #far > 0 and not move_back(class, far) then
+      for _, entry in ipairs(far) do sort_entry(class, entry[1], entry[2]) end
+    end
+    room = room - #batch
+    if #batch == 0 then return end
+  end
+end
+
+local picked = {}
+-- A lost entry (trimmed or deleted by a stranger) is handed out without fields: claim ends its job.
+local function hand_out(class, id)
+  local member = class .. '-' .. id
+  local found = redis.pcall('XRANGE', k.queue[class], id, id)
+  if is_error(found) then -- no entry id at all: somebody else's member
+    redis.call('ZREM', k.leases, member)
+    return 0
+  end
+  local entry = found[1]
+  local fields = entry and entry[2] or {}
+  redis.call('ZADD', k.leases, now + lease_ms, member)
+  if entry then
+    redis.call('XCLAIM', k.queue[class], GROUP, worker, 0, id, 'FORCE', 'JUSTID')
+  else
+    local own = ids_ok and redis.call('HGET', k.ids, member)
+    if own then fields = {'id', own} end
+  end
+  picked[#picked + 1] = {class, id, fields, entry and 0 or 1}
+  local e = estimate(fields, default_output)
+  budget = budget - e.prompt - math.min(e.output, reserve) * e.n
+  return cost_of(e, output_weight)
+end
+
+local function open()
+  return #picked < want and budget > 0
+end
+
+local function take_expired()
+  local expired = redis.call('ZRANGEBYSCORE', k.leases, '-inf', now, 'LIMIT', 0, want + 100)
+  for _, member in ipairs(expired) do
+    if not open() then return end
+    local class, id = split_member(member)
+    if not class then redis.call('ZREM', k.leases, member)
+    elseif usable[class] then hand_out(class, id) end
+  end
+end
+
+local function next_class()
+  local best, best_clock, best_head
+  for _, class in ipairs(CLASSES) do
+    local head = usable[class] and redis.call('ZRANGE', k.ready[class], 0, 0, 'WITHSCORES')
+    if head and head[1] then
+      local c = math.max(clock('c:' .. class), clock('c'))
+      if not best or c < best_clock then best, best_clock, best_head = class, c, head end
+    end
+  end
+  return best, best_clock, best_head
+end
+
+local function take_ready()
+  while open() do
+    local class, class_clock, head = next_class()
+    if not class then return end
+    redis.call('ZREM', k.ready[class], head[1])
+    set_clock('v:' .. class, math.max(clock('v:' .. class), number_or(head[2], 0)))
+    set_clock('c', class_clock)
+    set_clock('c:' .. class, class_clock + hand_out(class, head[1]) / CLASS_WEIGHT[class])
+  end
+end
+
+for _, class in ipairs(CLASSES) do
+  if usable[class] and usable[class].exists then sort_class(class) end
+end
+if want > 0 then
+  take_expired()
+  take_ready()
+end
+
+local values = {}
+for name in pairs(changed) do
+  values[#values + 1] = name
+  values[#values + 1] = exact(clocks[name])
+end
+if clocks_ok and #values > 0 then
+  for i = 1, #values, 1000 do redis.call('HSET', k.vtime, unpack(values, i, math.min(i + 999, #values))) end
+end
+
+local behind, waiting = {}, 0
+for i, class in ipairs(CLASSES) do
+  behind[i] = '0-0'
+  if usable[class] and usable[class].exists then
+    for _, group in ipairs(redis.call('XINFO', 'GROUPS', k.queue[class])) do
+      if group[2] == GROUP then
+        behind[i] = group[8]
+        waiting = waiting + math.max(redis.call('XLEN', k.queue[class]) - group[6], 0)
+      end
+    end
+  end
+  if usable[class] then waiting = waiting + redis.call('ZCARD', k.ready[class]) end
+end
+return {behind, waiting, bad, unpack(picked)}
