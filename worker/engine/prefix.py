@@ -99,7 +99,7 @@ class PrefixCache:
     def publish(self, chain: HashChain, table: Sequence[int], num_full: int) -> None:
         """Make the first `num_full` blocks findable. Call it only after the step that computed them."""
         start = len(chain.links)
-        while start and not self._is_live(chain, start - 1):
+        while start and self._live(chain, start - 1) is None:
             start -= 1
         del chain.links[start:]
         for index in range(start, num_full):
@@ -107,12 +107,12 @@ class PrefixCache:
 
     def release(self, chain: HashChain | None, table: Sequence[int]) -> None:
         """Give back a sequence's blocks, the last one first. A duplicate's published twin counts as used."""
-        keys = chain.keys if chain is not None else []
+        published = len(chain.links) if chain is not None else 0
         for index in range(len(table) - 1, -1, -1):
             block = table[index]
             self._pool.release(block)
-            if index < len(keys) and not self._pool.is_cached(block):
-                twin = self._by_key.get(keys[index])
+            if index < published and chain is not None and not self._pool.is_cached(block):
+                twin = self._live(chain, index)
                 if twin is not None:
                     self._pool.touch(twin.block)
 
@@ -129,9 +129,10 @@ class PrefixCache:
             if parent and place.get(block, -1) > place.get(parent.block, len(place)):
                 raise RuntimeError(f"block {block} would be evicted after its parent {parent.block}")
 
-    def _is_live(self, chain: HashChain, index: int) -> bool:
+    def _live(self, chain: HashChain, index: int) -> CachedBlock | None:
+        """The entry which the block was published as, or duplicates, if it is still there."""
         entry = self._by_key.get(chain.keys[index])
-        return entry is not None and entry.uid == chain.links[index]
+        return entry if entry is not None and entry.uid == chain.links[index] else None
 
     def _publish_block(self, chain: HashChain, index: int, block: int) -> int:
         key, part, parent = chain.keys[index], chain.parts[index], chain.parent_link(index)

@@ -1,0 +1,134 @@
+"""A seeded driver adds, cancels, preempts and fails; invariants hold and outputs equal undisturbed ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace.errors import HeadraceError
+from worker.engine.plan import StepPlan, StepResult
+from worker.engine.request import Request
+
+Make = Callable[..., Any]
+
+
+class Driver:
+    """Works on the scheduler itself, so that plans can be in flight while other things happen."""
+
+    def __init__(self, bench: Any, request_of: Make, seed: int, depth: int) -> None:
+        self.bench = bench
+        self.request_of = request_of
+        self.rng = random.Random(seed)
+        self.depth = depth
+        self.flight: list[StepPlan] = []
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[tuple[str, int]] = set()
+        self.failed: set[str] = set()
+
+    def add(self) -> None:
+        rng, name = self.rng, f"r{len(self.requests)}"
+        shared = [rng.choice((1, 2))] * rng.randrange(0, 24)
+        prompt = [*shared, *(rng.randrange(50) for _ in range(rng.randrange(1, 20)))]
+        request = self.request_of(
+            name,
+            prompt,
+            rng.randrange(1, 30),
+            seed=rng.randrange(100),
+            priority=rng.randrange(3),
+            arrival_s=self.bench.clock.now,
+            n=rng.choice((1, 1, 1, 2, 4)),
+            min_tokens=rng.choice((0, 0, 3)),
+            salt=rng.choice("ab"),
+        )
+        self.requests[name] = request
+        self.bench.engine.add(request)
+
+    def disturb(self) -> None:
+        rng, roster = self.rng, self.bench.scheduler.roster
+        dice = rng.random()
+        if dice < 0.05 and roster.groups:
+            name = rng.choice(sorted(roster.groups))
+            self.aborted |= {(name, c) for c in range(4)}
+            self.bench.engine.abort(name)
+        elif dice < 0.10 and roster.groups:
+            name, choice = rng.choice(sorted(roster.groups)), rng.randrange(2)
+            self.aborted.add((name, choice))
+            self.bench.engine.abort(name, choice)
+        elif dice < 0.16 and len(roster.running):
+            roster.preempt(rng.choice(list(roster.running)))
+
+    def step(self) -> None:
+        scheduler = self.bench.scheduler
+        plan = scheduler.plan(self.bench.clock.now)
+        if plan is not None:
+            self.check_plan(plan)
+            self.flight.append(plan)
+        self.disturb()
+        while self.flight and (len(self.flight) >= self.depth or plan is None):
+            oldest = self.flight.pop(0)
+            result = self.spoil(oldest, self.bench.runner.run(oldest))
+            self.disturb()
+            scheduler.apply(oldest, result, self.bench.clock.now)
+        for output in scheduler.take_outputs():
+            self.bench._take(output)
+        scheduler.check_integrity()
+        self.bench.clock.now += self.rng.random() * 0.1
+
+    def check_plan(self, plan: StepPlan) -> None:
+        config = self.bench.scheduler.config
+        assert 0 < plan.num_tokens <= config.max_num_batched_tokens
+        assert len(plan.sequences) <= len(self.bench.scheduler.roster.running) <= config.max_num_seqs
+        assert len({p.seq_id for p in plan.sequences}) == len(plan.sequences)
+        for part in plan.sequences:
+            assert len(part.block_table) * config.block_size >= part.start + len(part.token_ids)
+
+    def spoil(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Let a sequence fail now and then."""
+        if self.rng.random() > 0.01:
+            return result
+        victim = self.rng.choice(plan.sequences).seq_id
+        owners = [
+            g.request.request_id
+            for g in self.bench.scheduler.roster.groups.values()
+            for s in g.live
+            if s.seq_id == victim
+        ]
+        self.failed.update(owners)
+        return replace(result, failed={victim: HeadraceError("non_finite")})
+
+    def check_outputs(self, solo: Make) -> None:
+        for name, request in self.requests.items():
+            for choice in range(request.params.n):
+                want, got = solo(request, choice), self.bench.tokens.get((name, choice), [])
+                if (name, choice) in self.aborted or name in self.failed:
+                    assert got == want[: len(got)]
+                else:
+                    assert got == want, (name, choice)
+                    assert (name, choice) in self.bench.finish
+        assert set(self.bench.errors) <= self.failed
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("num_blocks", "hash_bytes"), [(24, 32), (24, 1), (200, 32)])
+def test_random_life(
+    bench: Make, request_of: Make, solo: Make, seed: int, depth: int, num_blocks: int, hash_bytes: int
+) -> None:
+    b = bench(num_blocks=num_blocks, max_num_seqs=6, max_num_batched_tokens=24, prefix_hash_bytes=hash_bytes)
+    driver = Driver(b, request_of, seed, depth)
+    while len(driver.requests) < 40:
+        if driver.rng.random() < 0.4:
+            driver.add()
+        driver.step()
+    for _ in range(5000):
+        if not b.engine.has_work and not driver.flight:
+            break
+        b.scheduler.take_released()
+        driver.step()
+    driver.check_outputs(solo)
+    assert b.scheduler.pool.num_used == 0
+    assert b.scheduler.pool.num_free == num_blocks
