@@ -1,7 +1,7 @@
 """The attention function that runs any transformers decoder over packed tokens and our KV blocks.
 
-It is registered with transformers under `NAME`. A model's attention module finds the step it takes part in through an
-attribute set on it by `install`, because some models drop keyword arguments they do not know.
+It is registered with transformers under `NAME`. A model's attention module finds the step it takes part in
+through an attribute set on it by `install`, because some models drop keyword arguments they do not know.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _SAMPLED_BYTES = 4096
 
 
 def hash_weights(model: nn.Module) -> str:
-    """A digest of all parameters and buffers: names, shapes, dtypes, a sum over every byte and a sample of each.
+    """A digest of all parameters and buffers: names, shapes, dtypes, a sum over all bytes, a sample of each.
 
     The sum changes with any flipped bit; the strided sample catches values that only changed places.
     """

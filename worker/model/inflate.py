@@ -1,4 +1,4 @@
-"""GGUF files: inflated once into a Hugging Face folder beside the model cache, which then loads in a moment."""
+"""GGUF files: inflated once into a Hugging Face folder in the cache, which then loads in a moment."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,10 +24,10 @@ class LayerShape:
 
 
 class KVCache:
-    """k[layer], v[layer]: [num_blocks + 1, block_size, kv_heads, dim]. The last block is kept zero, for padding.
+    """k[layer], v[layer]: [num_blocks + 1, block_size, kv_heads, dim]. The last block stays zero, for padding.
 
-    No slot ever holds a stale NaN or infinity: a block is cleared when its first slot is about to be written, so that
-    masked slots of a partly filled block contribute exact zeros (0 · NaN would not).
+    No slot ever holds a stale NaN or infinity: a block is cleared when its first slot is about to be written,
+    so masked slots of a partly filled block contribute exact zeros (0 · NaN would not).
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class KVCache:
         return self.num_blocks
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store key [T, kv_heads, k_dim] and value [T, kv_heads, v_dim] at slots [T] (block · block_size + offset)."""
+        """Store key and value [T, kv_heads, dim] at slots [T] (block · block_size + offset)."""
         self.k[layer].flatten(0, 1).index_copy_(0, slots, key)
         self.v[layer].flatten(0, 1).index_copy_(0, slots, value)
 
@@ -66,9 +68,9 @@ class KVCache:
         for tensor in (*self.k, *self.v):
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
+    def clear_blocks(self, blocks: npt.NDArray[np.int64]) -> None:
         if not len(blocks):
             return
-        index = torch.as_tensor(blocks, dtype=torch.long, device=self.k[0].device)
+        index = torch.from_numpy(blocks).to(self.k[0].device)
         for tensor in (*self.k, *self.v):
             tensor.index_fill_(0, index, 0.0)

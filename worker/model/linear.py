@@ -1,8 +1,9 @@
 """Linear layers whose rows do not depend on how many rows are computed together.
 
-`F.linear` picks another kernel for a few rows than for many, so a token's bits would depend on the batch. On the CPU
-every `nn.Linear` (and GPT-2's `Conv1D`) is replaced by one of the backends below; `choose_product` is the only place
-that knows them. A product is used only after `row_counts_agree` has compared its rows over many row counts.
+`F.linear` picks another kernel for a few rows than for many, so a token's bits would depend on the batch. On
+the CPU every `nn.Linear` (and GPT-2's `Conv1D`) is replaced by one of the backends below; `choose_product` is
+the only place that knows them. A product is used only after `row_counts_agree` has compared its rows over
+many row counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 MAX_ROWS = 512
 ROW_PADDINGS = (2, 4, 8, 16)
 PROBED_ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 17, 33)
+_WIDE = 16_384  # outputs from which on fewer row counts are probed, to save time
 
 
 class Product(Protocol):
@@ -81,9 +83,10 @@ def row_counts_agree(product: Product, in_features: int) -> bool:
     generator = torch.Generator().manual_seed(in_features)
     x = torch.randn(max(PROBED_ROW_COUNTS) + 1, in_features, generator=generator)
     whole = product(x)
+    counts = PROBED_ROW_COUNTS if whole.shape[1] < _WIDE else PROBED_ROW_COUNTS[:8:2]
     return all(
         torch.equal(product(x[at : at + n].contiguous()), whole[at : at + n])
-        for n in PROBED_ROW_COUNTS
+        for n in counts
         for at in (0, x.shape[0] - n)
     )
 
@@ -117,13 +120,13 @@ def choose_product(weight: Tensor, bias: Tensor | None, min_rows: int | None) ->
 
 
 def replace_linears(model: nn.Module) -> LinearReport:
-    """Replace every linear layer of a CPU fp32 model in place; each weight is freed as soon as it is packed."""
+    """Replace every linear layer of a CPU fp32 model in place; each weight is freed once it is packed."""
     paddings: dict[tuple[int, int], int | None] = {}
     replaced = 0
     for parent, name, layer in list(_linears(model)):
         weight = _weight_of(layer)
         shape = (weight.shape[0], weight.shape[1])
-        product, padding = choose_product(weight, layer.bias, paddings.get(shape))
+        product, padding = choose_product(weight, _bias_of(layer), paddings.get(shape))
         paddings[shape] = padding
         setattr(parent, name, ExactLinear(product, shape[1], shape[0], weight.dtype))
         replaced += 1
@@ -140,6 +143,11 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, layer in parent.named_children():
             if type(layer) is nn.Linear or type(layer).__name__ == "Conv1D":
                 yield parent, name, layer
+
+
+def _bias_of(layer: nn.Module) -> Tensor | None:
+    bias = layer.bias
+    return bias if isinstance(bias, Tensor) else None
 
 
 def _weight_of(layer: nn.Module) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import time
 from collections.abc import Iterator
@@ -64,14 +65,12 @@ def load(
     A GGUF file is inflated once into `cache_dir`, if given. On the CPU arithmetic is fp32. Raises ModelError.
     """
     started_s = time.perf_counter()
-    if threads:
-        torch.set_num_threads(threads)
     name = _name_of(model)
     path = _find(model, cache_dir)
     where = _device(device)
-    with _one_line_errors(name):
+    with _one_line_errors(name), _calm(threads):
         hf, folder = _load_plain(path, where, dtype, trust_remote_code, cache_dir)
-        loaded = _prepare(name, folder, hf, where)
+        loaded = prepare(hf, name=name, folder=folder, device=where)
     log.info(
         "model loaded",
         model=name,
@@ -83,10 +82,14 @@ def load(
     return loaded
 
 
-def _prepare(name: str, folder: Path, hf: Any, device: torch.device) -> LoadedModel:
+def prepare(hf: Any, *, name: str, folder: Path, device: torch.device) -> LoadedModel:
+    """Make a transformers decoder (eager attention, unmodified) ready; its layers are replaced in place.
+
+    Raises UnsupportedModel or ModelError where its packed results are not those of transformers.
+    """
+    from worker.model import selftest
     from worker.model.linear import LinearReport, packing_available, replace_linears
     from worker.model.packed import PackedModel
-    from worker.model.selftest import TOLERANCE, bits_agree, disagreement, make_reference, self_test_cache
 
     config = hf.config.get_text_config()
     dtype = next(hf.parameters()).dtype
@@ -94,18 +97,19 @@ def _prepare(name: str, folder: Path, hf: Any, device: torch.device) -> LoadedMo
     max_len = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
     configs = (hf.config, config, getattr(hf, "generation_config", None))
     weights = hash_weights(hf)
-    reference = make_reference(hf, min(vocab_size, config.vocab_size), max_len, device)
+    reference = selftest.make_reference(hf, min(vocab_size, config.vocab_size), max_len, device)
     linears = LinearReport("torch", 0, ((0, 0),))
     if device.type == "cpu" and packing_available():
         linears = replace_linears(hf)
     forward = PackedModel(hf, device)
-    kv = self_test_cache(forward, dtype, device)
-    error = disagreement(forward, reference, kv)
-    if not error <= TOLERANCE[dtype]:
+    kv = selftest.self_test_cache(forward, dtype, device)
+    crowd = selftest.crowded_logits(forward, reference.prompts, kv)
+    error = selftest.disagreement(crowd, reference)
+    if not error <= selftest.TOLERANCE[dtype]:
         raise ModelError(
             f"model {name}: packed logits differ from transformers' own by {error:.2g}; not supported"
         )
-    exact = linears.exact and bits_agree(forward, reference, kv)
+    exact = linears.exact and selftest.bits_agree(forward, reference.prompts, kv, crowd)
     if not exact:
         log.warning("results may depend on the batch", model=name, shapes=linears.inexact)
     kernels = (linears.backend, "tiles64", "exact" if exact else "inexact")
@@ -143,7 +147,9 @@ def _load_folder(path: Path, device: torch.device, dtype: str, trust_remote_code
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError("an encoder-decoder; only decoders can be served")
-    hf, info = AutoModelForCausalLM.from_pretrained(
+    hf: Any
+    info: Any
+    hf, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
         path,
         config=config,
         dtype=_dtype(dtype, device, getattr(config, "dtype", None)),
@@ -230,6 +236,20 @@ def _quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def _calm(threads: int | None) -> Iterator[None]:
+    """Load on one thread and without garbage collection: both are quicker here; `threads` are for afterwards."""
+    threads, collecting = threads or torch.get_num_threads(), gc.isenabled()
+    torch.set_num_threads(1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from worker.model.rope import make_rope_per_token
 
 
 class PackedModel:
-    """Runs `model` over KV blocks through the attention interface. Raises UnsupportedModel where it cannot."""
+    """Runs `model` over KV blocks through the attention interface; UnsupportedModel where it cannot."""
 
     way = "packed"
 

@@ -22,7 +22,7 @@ class BadWords:
         self._encode = encode and lru_cache(1024)(lambda word: tuple(map(tuple, encode(word))))
 
     def banned(self, words: Sequence[str], output_ids: Sequence[int]) -> list[int]:
-        """Tokens that would complete a bad word after `output_ids`. Raises HeadraceError without a tokenizer."""
+        """Tokens that would complete a bad word after `output_ids`; HeadraceError without a tokenizer."""
         if self._encode is None:
             raise HeadraceError("invalid_request", "This worker has no tokenizer for bad words.", "bad_words")
         sequences = [ids for word in words for ids in self._encode(word) if ids]
@@ -81,8 +81,10 @@ def _counted(token_ids: Sequence[int], row: Tensor) -> tuple[Tensor, Tensor]:
     """The different ids of a sequence that the row has, and how often each occurs."""
     ids, counts = np.unique(np.asarray(token_ids, np.int64), return_counts=True)
     inside = (ids >= 0) & (ids < len(row))
-    to = {"device": row.device}
-    return torch.from_numpy(ids[inside]).to(**to), torch.from_numpy(counts[inside]).to(row.dtype).to(**to)
+    return (
+        torch.from_numpy(ids[inside]).to(row.device),
+        torch.from_numpy(counts[inside]).to(row.device, row.dtype),
+    )
 
 
 def _ban(row: Tensor, token_ids: Sequence[int]) -> None:

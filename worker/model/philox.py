@@ -1,7 +1,7 @@
 """Uniform numbers that are a function of their key and counter alone.
 
-Philox4x32-10 of J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). No state exists, so a draw
-cannot depend on other requests, on the order of draws or on what was drawn before.
+Philox4x32-10 of J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). No state exists,
+so a draw cannot depend on other requests, on the order of draws or on what was drawn before.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Rotary tables that look at one token's position, never at the batch.
 
-transformers scales the frequencies of dynamic-NTK and longrope models by the longest position in the whole input, so
-a long neighbour would move a short request's cosines. Here a token at position p gets the frequencies of a sequence
-of p + 1 tokens: what the model itself uses when it decodes token by token. A table so defined does not depend on
-chunking or neighbours, and cached prefixes stay valid; keys keep the frequencies they were written with.
+transformers scales the frequencies of dynamic-NTK and longrope models by the longest position in the whole
+input, so a long neighbour would move a short request's cosines. Here a token at position p gets the
+frequencies of a sequence of p + 1 tokens: what the model itself uses when it decodes token by token. A table
+so defined does not depend on chunking or neighbours, and cached prefixes stay valid; keys keep the
+frequencies they were written with.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def make_rope_per_token(model: nn.Module) -> int:
         kind = getattr(module, "rope_type", None)
         kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
         if any(k in ("dynamic", "longrope") for k in kinds):
-            module.forward = PerTokenRotary(module)  # type: ignore[assignment]
+            module.forward = PerTokenRotary(module)
             changed += 1
     return changed
 
@@ -57,7 +58,7 @@ class PerTokenRotary:
         return cos, sin
 
     def _far_tables(self, x: Tensor, limit: int, count: int, kind: str, layer_type: str | None) -> Tables:
-        """cos and sin [≥ count, dim] of positions limit, limit + 1, …; they grow as positions are first needed."""
+        """cos and sin [≥ count, dim] of positions limit, limit + 1, …; grown when first needed."""
         have = self._far.get(layer_type)
         known = 0 if have is None else len(have[0])
         if known < count:

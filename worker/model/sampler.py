@@ -5,15 +5,16 @@ The order of operations for a row:
 1.  Ids past the tokenizer's vocabulary are cut off. Logits that are not finite fail the row (`non_finite`).
 2.  Log-probabilities that are reported are the log-softmax of these logits: the model's own distribution.
 3.  `logit_bias` is added; a bias of -100 or less bans the token.
-4.  Repetition penalty (tokens of prompt and output: positive logits divided, negative multiplied), then frequency and
-    presence penalty (tokens of the output).
+4.  Repetition penalty (tokens of prompt and output: positive logits divided, negative multiplied), then
+    frequency and presence penalty (tokens of the output).
 5.  Tokens that would complete one of `bad_words` are banned.
-6.  Until `min_tokens` is reached every end-of-sequence and stop token is banned. A row without any token left fails
-    (`invalid_request`).
+6.  Until `min_tokens` is reached every end-of-sequence and stop token is banned. A row without any token left
+    fails (`invalid_request`).
 7.  Greedy (temperature below 1e-5, top_k 1 or top_p 0): the largest logit, the lowest id among equals.
-8.  Otherwise temperature, then top_k, top_p over what top_k left, min_p relative to the likeliest; tokens equal to the
-    last one kept are kept too.
-9.  One uniform number keyed by (seed, choice, position) picks from the cumulative distribution in the order of ids.
+8.  Otherwise temperature, then top_k, top_p over what top_k left, min_p relative to the likeliest; tokens
+    equal to the last one kept are kept too.
+9.  One uniform number keyed by (seed, choice, position) picks from the cumulative distribution in the order
+    of ids.
 
 No operation mixes rows and none reduces a row in an order that depends on how many rows there are.
 """
@@ -117,7 +118,7 @@ def is_greedy(plan: SamplePlan) -> bool:
 
 
 def score_tokens(raw: Tensor, token_ids: Sequence[int], k: int) -> list[ScoredToken]:
-    """Each row's token with its log-probability, and the row's k likeliest. raw: [len(token_ids), vocab] fp32."""
+    """Each row's token with its log-probability, and the row's k likeliest. raw [rows, vocab] fp32."""
     if not token_ids:
         return []
     logprobs = raw.float().log_softmax(-1)

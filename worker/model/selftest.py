@@ -1,7 +1,8 @@
-"""Checks made at load: does the packed model agree with plain transformers, and are its bits free of the batch?"""
+"""Checks made at load: does the packed model agree with plain transformers, and with itself in a crowd?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,8 @@ def _plain_logits(model: Any, prompt: list[int], device: torch.device) -> Tensor
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, -1].float()
 
 
-@torch.inference_mode()
-def disagreement(forward: PackedModel, reference: Reference, kv: KVCache) -> float:
-    """The largest difference to the reference, relative to its largest logit, over a crowded and chunked run."""
-    crowd = _crowded(forward, reference.prompts, kv)
+def disagreement(crowd: list[Tensor], reference: Reference) -> float:
+    """The largest difference of logits to the reference, relative to its largest logit."""
     worst = 0.0
     for ours, theirs in zip(crowd, reference.logits, strict=True):
         scale = max(1.0, float(theirs.abs().max()))
@@ -55,10 +54,9 @@ def disagreement(forward: PackedModel, reference: Reference, kv: KVCache) -> flo
 
 
 @torch.inference_mode()
-def bits_agree(forward: PackedModel, reference: Reference, kv: KVCache) -> bool:
-    """Whether each prompt alone and whole gives the bits it gives in chunks amid others."""
-    crowd = _crowded(forward, reference.prompts, kv)
-    for i, prompt in enumerate(reference.prompts):
+def bits_agree(forward: PackedModel, prompts: Sequence[list[int]], kv: KVCache, crowd: list[Tensor]) -> bool:
+    """Whether each prompt alone and whole gives the bits it gave in chunks amid others."""
+    for i, prompt in enumerate(prompts):
         alone = _run(forward, kv, [(i, prompt, 0)])
         if not torch.equal(alone[i], crowd[i]):
             return False
@@ -69,8 +67,9 @@ def self_test_cache(forward: PackedModel, dtype: torch.dtype, device: torch.devi
     return KVCache(forward.layers, 3 * len(LENGTHS), BLOCK_SIZE, dtype, device)
 
 
-def _crowded(forward: PackedModel, prompts: tuple[list[int], ...], kv: KVCache) -> list[Tensor]:
-    """Three steps: chunks beside each other, then the rest, the last token of each as a decode."""
+@torch.inference_mode()
+def crowded_logits(forward: PackedModel, prompts: Sequence[list[int]], kv: KVCache) -> list[Tensor]:
+    """The last logits of each prompt after three steps beside the others: a half, the rest, a decode."""
     cuts = [(0, len(p) // 2, len(p) - 1, len(p)) for p in prompts]
     last: dict[int, Tensor] = {}
     for step in range(3):

@@ -1,9 +1,10 @@
 """Attention over KV blocks in fixed tiles of 64 keys, written with torch operations alone.
 
-The bits of a query's result depend on its own keys and position, on nothing else: every product has 64 keys and at
-least `MIN_ROWS` query rows (from there on the row count does not change a row's bits), the maximum is exact in any
-order, and tiles are added in ascending order of position. A masked key adds an exact zero. So prefill and decode, any
-chunking and any neighbours agree. Decodes of all sequences are computed together; longer chunks one by one.
+The bits of a query's result depend on its own keys and position, on nothing else: every product has 64 keys
+and at least `MIN_ROWS` query rows (from there on the row count does not change a row's bits), the maximum is
+exact in any order, and tiles are added in ascending order of position. A masked key adds an exact zero. So
+prefill and decode, any chunking and any neighbours agree. Decodes of all sequences are computed together;
+longer chunks one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ QUERY_CHUNK = 128  # positions of one sequence computed at a time, which bounds 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a layer asks for with one call. `window`: keys at distance ≥ window are not seen. `sinks`: [heads]."""
+    """What a layer asks for. `window`: keys at this distance or more are unseen. `sinks`: [heads]."""
 
     scale: float
     window: int | None = None
@@ -37,7 +38,8 @@ class AttentionCall:
 class DecodeTiles:
     """The tiles of all sequences that compute one token, ordered by rank (1st tile of each, 2nd of each, …).
 
-    Sequences stand in descending order of their tile count, so those with a tile of rank r are the first counts[r].
+    Sequences stand in descending order of their tile count, so those with a tile of rank r are the first
+    counts[r].
     """
 
     tokens: Tensor  # [S] packed index of each sequence's token

@@ -1,4 +1,4 @@
-"""What a model folder says of its vocabulary: how many ids its tokenizer knows and which of them end a text."""
+"""What a model folder says of its vocabulary: how many ids its tokenizer knows, which of them end a text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 def tokenizer_vocab_size(folder: Path, logits_width: int) -> int:
-    """One more than the highest id of the folder's tokenizer, at most `logits_width`; that width without one."""
+    """One more than the tokenizer's highest id, at most `logits_width`; that width without a tokenizer."""
     ids = list(_token_ids(folder).values())
     return min(max(ids) + 1, logits_width) if ids else logits_width
 
