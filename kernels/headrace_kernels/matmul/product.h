@@ -1,0 +1,104 @@
+// y = x W^T over all threads: which tile computes what, and in which order it walks through memory.
+#ifndef HEADRACE_MATMUL_PRODUCT_H
+#define HEADRACE_MATMUL_PRODUCT_H
+
+#include <algorithm>
+
+#include "../native/pool.h"
+#include "../native/scratch_slots.h"
+#include "kernel.h"
+
+namespace hr {
+
+struct Weight {  // mirrored in native/library.py
+  int32_t storage;
+  int32_t n, k;
+  const uint8_t* panels;
+  const float* bias;  // [n] or null
+};
+
+// Activations cut in strips: strip s is x + begin(s) * k, stored [k][size(s)].
+struct PackedRows {
+  const float* x;
+  int k;
+  Strips strips;
+};
+
+// The kernel for a strip of so many rows; null if the panel must be unpacked for them.
+Multiply multiply_for(int storage, int rows);
+void unpack_panel(int storage, const uint8_t* panel, int k_count, float* out);
+void pack_strip(const float* x, int64_t ldx, int k, int rows, float* out);
+// Uses the caller's scratch: valid until its next call.
+PackedRows pack_rows(const float* x, int64_t ldx, int rows, int k);
+
+// A block of a panel (24 KiB) and of a strip fit the first-level cache together; the block serves all strips.
+constexpr int K_BLOCK = 192;
+constexpr int ROWS_PER_TILE = 8 * MAX_STRIP;
+// Below this a tile costs less than handing it out.
+constexpr int64_t TILE_OPERATIONS = 200'000;
+
+inline void multiply_tile(const PackedRows& rows, const Weight& w, int panel, int first_strip, int last_strip, float* sums) {
+  const uint8_t* data = w.panels + static_cast<size_t>(panel) * panel_bytes(w.storage, w.k);
+  const Strips& strips = rows.strips;
+  const int row0 = strips.begin(first_strip);
+  const bool many = last_strip - first_strip > 1;
+  const bool unpack = w.storage != STORAGE_F32 && (many || !multiply_for(w.storage, strips.size(first_strip)));
+  const int step = many || unpack ? K_BLOCK : w.k;
+  float* unpacked = unpack ? scratch<float>(SLOT_UNPACKED, K_BLOCK * PANEL) : nullptr;
+  for (int k = 0; k < w.k; k += step) {
+    const int count = std::min(step, w.k - k);
+    const uint8_t* block = data + panel_bytes(w.storage, k);
+    if (unpack) {
+      unpack_panel(w.storage, block, count, unpacked);
+      block = reinterpret_cast<const uint8_t*>(unpacked);
+    }
+    const int storage = unpack ? static_cast<int>(STORAGE_F32) : w.storage;
+    for (int s = first_strip; s < last_strip; s++) {
+      const int begin = strips.begin(s), size = strips.size(s);
+      const float* x = rows.x + static_cast<size_t>(begin) * w.k + static_cast<size_t>(k) * size;
+      multiply_for(storage, size)(x, block, count, sums + (begin - row0) * PANEL, k > 0);
+    }
+  }
+}
+
+// finish(sums, panel, row, rows): sums[rows][32] of `group` consecutive panels, one after another. Each element is
+// handed over once, by whichever thread computed it.
+template <class Finish>
+void product(const PackedRows& rows, const Weight& w, int group, Finish&& finish) {
+  if (rows.strips.rows == 0) return;
+  const int groups = panel_count(w.n) / group;
+  const int strips_per_tile = ROWS_PER_TILE / MAX_STRIP;
+  const int row_tiles = (rows.strips.count + strips_per_tile - 1) / strips_per_tile;
+  const int64_t operations = static_cast<int64_t>(w.k) * PANEL * group * (std::min(rows.strips.rows, ROWS_PER_TILE) + 3);
+  const int grain = static_cast<int>(std::clamp<int64_t>(TILE_OPERATIONS / operations, 1, std::max(1, groups / 8)));
+  const int tiles = (groups + grain - 1) / grain;
+  parallel(tiles * row_tiles, [&](int index) {
+    const int first = (index % row_tiles) * strips_per_tile;
+    const int last = std::min(first + strips_per_tile, rows.strips.count);
+    const int row = rows.strips.begin(first), count = rows.strips.begin(last) - row;
+    float* sums = scratch<float>(SLOT_TILE, static_cast<size_t>(group) * ROWS_PER_TILE * PANEL);
+    const int g0 = (index / row_tiles) * grain;
+    for (int g = g0; g < std::min(g0 + grain, groups); g++) {
+      for (int i = 0; i < group; i++)
+        multiply_tile(rows, w, g * group + i, first, last, sums + static_cast<size_t>(i) * count * PANEL);
+      finish(sums, g * group, row, count);
+    }
+  });
+}
+
+// y = sums (+ bias) (+ residual), cut at column n.
+struct RowMajorOutput {
+  float* y;
+  int64_t ldy;
+  const float* residual;  // may be y itself, or null
+  int64_t ld_residual;
+};
+void finish_rows(const RowMajorOutput& out, const Weight& w, const float* sums, int panel, int row, int rows);
+
+inline void linear(const PackedRows& rows, const Weight& w, const RowMajorOutput& out) {
+  product(rows, w, 1, [&](const float* sums, int panel, int row, int count) { finish_rows(out, w, sums, panel, row, count); });
+}
+
+}  // namespace hr
+
+#endif

@@ -1,0 +1,1 @@
+"""The C++ side: how it is compiled, loaded, and called."""

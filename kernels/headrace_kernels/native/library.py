@@ -1,0 +1,56 @@
+"""The compiled library as Python sees it: every exported function with its argument types.
+
+ctypes releases the GIL for the length of a call. Callers check shapes and types: the other side trusts them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .build import build
+
+
+class WeightStruct(Structure):
+    """`Weight` of matmul/product.h."""
+
+    _fields_ = (
+        ("storage", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+_WEIGHT = POINTER(WeightStruct)
+
+SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+    "hr_set_threads": (None, (c_int32,)),
+    "hr_threads": (c_int32, ()),
+    "hr_isa": (ctypes.c_char_p, ()),
+    "hr_use_huge_pages": (None, (c_void_p, c_int64)),
+    "hr_packed_bytes": (c_int64, (c_int32, c_int32, c_int32)),
+    "hr_pack": (None, (c_int32, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_void_p)),
+    "hr_unpack": (None, (_WEIGHT, c_void_p)),
+    "hr_linear": (None, (_WEIGHT, c_void_p, c_int64, c_int32, c_void_p, c_int64, c_void_p, c_int64)),
+    "hr_gather_rows": (None, (_WEIGHT, c_void_p, c_int32, c_void_p)),
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@cache
+def load(isa: str) -> ctypes.CDLL:
+    """The library for one instruction set, compiled at first use. Raises BuildError."""
+    return open_library(build(isa))
