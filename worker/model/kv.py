@@ -26,8 +26,8 @@ class LayerShape:
 class KVCache:
     """k[layer], v[layer]: [num_blocks + 1, block_size, kv_heads, dim]. The last block stays zero, for padding.
 
-    No slot ever holds a stale NaN or infinity: a block is cleared when its first slot is about to be written,
-    so masked slots of a partly filled block contribute exact zeros (0 · NaN would not).
+    No slot holds a stale NaN or infinity: a block is cleared when its first slot is about to be written, so
+    masked slots of a partly filled block contribute exact zeros (0 · NaN would not).
     """
 
     def __init__(

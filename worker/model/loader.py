@@ -240,7 +240,7 @@ def _quiet_transformers() -> None:
 
 @contextlib.contextmanager
 def _calm(threads: int | None) -> Iterator[None]:
-    """Load on one thread and without garbage collection: both are quicker here; `threads` are for afterwards."""
+    """Load on one thread and without garbage collection, which is quicker; `threads` are for afterwards."""
     threads, collecting = threads or torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
     gc.disable()
