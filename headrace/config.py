@@ -35,9 +35,13 @@ class ConfigError(Exception):
     """A setting that is unknown or has a value that cannot be used. Names key, value and the way out."""
 
 
+def host_part() -> str:
+    """This host's name as it begins the worker ids made here."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
+
+
 def _worker_id() -> str:
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
-    return f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
+    return f"{host_part()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def default_cache_dir() -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.connection import Pool, RedisUrl, run_against
-from headrace.config import CommonSettings
+from headrace.cli.connection import EXIT_FAILED, Pool, RedisUrl, run_against
+from headrace.config import CommonSettings, host_part
 from headrace.connect import connect
 from headrace.keys import POOLS, Keys
 from headrace.messages import CLASSES
@@ -21,7 +21,11 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def workers(redis_url: RedisUrl = None, pool: Pool = None) -> None:
+def workers(
+    redis_url: RedisUrl = None,
+    pool: Pool = None,
+    here: Annotated[bool, typer.Option(help="Only those on this host; status 1 when there is none.")] = False,
+) -> None:
     """List the workers of a pool with what their cards say."""
 
     async def action(settings: CommonSettings) -> int:
@@ -30,11 +34,12 @@ def workers(redis_url: RedisUrl = None, pool: Pool = None) -> None:
             cards = await read_cards(redis, Keys(settings.pool))
         finally:
             await redis.aclose()
-        for worker_id, card in sorted(cards.items()):
+        shown = {name: card for name, card in cards.items() if not here or name.startswith(host_part() + "-")}
+        for worker_id, card in sorted(shown.items()):
             typer.echo(" ".join([worker_id, *(f"{name}={value}" for name, value in sorted(card.items()))]))
-        if not cards:
-            typer.echo(f"pool {settings.pool} has no worker", err=True)
-        return 0
+        if not shown:
+            typer.echo(f"pool {settings.pool} has no worker" + (" on this host" if here else ""), err=True)
+        return EXIT_FAILED if here and not shown else 0
 
     run_against(redis_url, pool, action)
 

@@ -1,0 +1,31 @@
+# One image, two commands: `python -m worker` (the default) and `python -m gateway`.
+FROM python:3.11-slim
+
+# The CPU's kernels are compiled on first use.
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/*
+
+ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+WORKDIR /app
+
+# torch alone and first: the largest layer changes least. An empty TORCH_INDEX takes torch from the default index.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_TRUSTED_HOST=
+COPY constraints.txt ./
+RUN pip install -c constraints.txt torch \
+    ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} ${TORCH_TRUSTED_HOST:+--trusted-host $TORCH_TRUSTED_HOST}
+
+COPY pyproject.toml README.md ./
+COPY headrace headrace
+COPY worker worker
+COPY gateway gateway
+COPY kernels kernels
+RUN pip install -c constraints.txt .
+
+# Not root; models and compiled kernels are kept in a volume.
+RUN useradd --create-home --uid 10001 headrace && install -d -o headrace /cache
+USER headrace
+ENV HEADRACE_CACHE_DIR=/cache HEADRACE_LOG_FORMAT=json HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache
+VOLUME /cache
+CMD ["python", "-m", "worker"]
