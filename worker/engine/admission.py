@@ -8,8 +8,10 @@ from headrace.errors import HeadraceError
 from worker.engine.blocks import BlockPool
 from worker.engine.request import Request, Sequence
 
-FORGETTING = 1 / 16  # weight of the newest finished choice in the expected share of max_tokens
-FIRST_GUESS = 0.7
+FIRST_GUESS = 0.7  # share of max_tokens that a choice uses, until some have ended
+FORGETTING = 1 / 16  # least weight of the choice that ended last in this share
+CAUTION = 3  # only 1/CAUTION of a choice's expected growth is reserved, and once more for each preemption:
+# reserving all of it leaves a tenth of the blocks idle, none costs a third of the work in recomputation
 
 
 def validate(request: Request) -> None:
@@ -35,7 +37,8 @@ class Admission:
     def __init__(self, pool: BlockPool, max_model_len: int) -> None:
         self._pool = pool
         self._max_model_len = max_model_len
-        self._share = FIRST_GUESS  # of max_tokens that choices have used when they end
+        self._share = FIRST_GUESS
+        self._ended = 0
 
     def max_tokens(self, request: Request) -> int:
         """The request's max_tokens bounded by the context. Raises HeadraceError if it can never run here."""
@@ -57,30 +60,30 @@ class Admission:
     def ended(self, seq: Sequence) -> None:
         """Learn from a choice that is complete how much of max_tokens is used."""
         if seq.max_tokens > 0:
-            self._share += FORGETTING * (len(seq.output_ids) / seq.max_tokens - self._share)
+            self._ended += 1
+            weight = max(FORGETTING, 1 / (self._ended + 1))
+            self._share += weight * (len(seq.output_ids) / seq.max_tokens - self._share)
 
-    def remaining(self, seq: Sequence) -> float:
-        """Tokens the choice is expected to generate yet; all that it may for one that was preempted."""
+    def reserve(self, seq: Sequence) -> float:
+        """Tokens of growth to keep room for: a part of what the choice is expected to generate yet."""
         done = len(seq.output_ids)
-        most = seq.max_tokens - done
-        if seq.preemptions:
-            return most
-        return min(most, max(self._share * seq.max_tokens - done, self._pool.block_size))
+        expected = max(self._share * seq.max_tokens - done, self._pool.block_size)
+        return min(seq.max_tokens - done, expected * min(1.0, (seq.preemptions + 1) / CAUTION))
 
     def peak_blocks(
         self, running: Iterable[Sequence], candidate: Sequence | None = None, take: int = 0
     ) -> float:
-        """The most blocks in use at one time if each choice ends when expected; the candidate starts with
-        `take`.
+        """The most blocks in use at one time if each choice ends after its reserve; the candidate starts
+        with `take`.
 
         After the "past-future" scheduler of LightLLM: only the moments when one ends can be the peak.
         """
-        sizes = [(self.remaining(s), len(s.table)) for s in running]
+        sizes = [(self.reserve(s), len(s.table)) for s in running]
         held = sum(blocks for _, blocks in sizes) or 1
         scale = self._pool.num_used / held  # shared blocks count once
         ends = [(left, blocks * scale) for left, blocks in sizes]
         if candidate is not None:
-            ends.append((self.remaining(candidate), take))
+            ends.append((self.reserve(candidate), take))
         ends.sort(reverse=True)
         peak = alive = 0.0
         for count, (left, blocks) in enumerate(ends, start=1):

@@ -11,7 +11,7 @@ from worker.engine.policy import order_key
 from worker.engine.request import Sequence
 from worker.engine.roster import Roster
 
-LOOKAHEAD = 8  # waiting sequences that do not fit and may be passed in one step
+LOOKAHEAD = 4  # waiting sequences that do not fit and may be passed in one step
 
 
 class Planner:
