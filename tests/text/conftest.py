@@ -106,6 +106,14 @@ def build_wordpiece() -> Tokenizer:
     return tokenizer
 
 
+def build_word_ends() -> Tokenizer:
+    """As the first GPT had it: the end of a word is part of its last token."""
+    words = ["<unk>", "hello</w>", "wor", "ld</w>", "a", "</w>"]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    return tokenizer
+
+
 def build_word_level() -> Tokenizer:
     return Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
 
@@ -115,6 +123,7 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
     "sentencepiece": build_sentencepiece,
     "metaspace": build_metaspace,
     "wordpiece": build_wordpiece,
+    "word_ends": build_word_ends,
     "word_level": build_word_level,
 }
 

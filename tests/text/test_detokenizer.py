@@ -89,6 +89,14 @@ def test_text_up_to_a_cut_never_changes_afterwards(
     assert "".join(streamed(codec, ids)).startswith("".join(streamed(codec, ids[:cut])[:-1]))
 
 
+def test_words_with_their_ends_in_the_vocabulary(
+    codecs_by_family: dict[str, TextCodec], tokenizers_by_family: dict[str, Tokenizer]
+) -> None:
+    ids = [1, 2, 3, 4, 1]
+    assert codecs_by_family["word_ends"].decode(ids) == "hello world ahello "
+    assert tokenizers_by_family["word_ends"].decode(ids) == "hello world ahello"
+
+
 def test_an_emoji_in_four_tokens_comes_out_whole(byte_codec: TextCodec) -> None:
     detokenizer = byte_codec.detokenizer(skip_special=True, continued=True)
     ids = [i for byte in "😀".encode() for i in byte_ids(byte_codec, byte)]

@@ -28,7 +28,7 @@ def load_tokenizer(
 
 
 class TextCodec:
-    """Encodes prompts and chats, decodes ids. Not changed after it is made: any thread may use it.
+    """Encodes prompts and chats, decodes ids. Any thread may use it: it only remembers what it has computed.
 
     `special_ids` are the tokens left out of text by skip_special_tokens. `bos_id`, `eos_id` are None where
     the tokenizer names none.
@@ -48,7 +48,8 @@ class TextCodec:
         self.special_texts = tuple(token["content"] for token in added if token["special"])
         self._add_bos = source.add_bos_token
         controls = _control_tokens(added, source.chat_template or "")
-        self._control_ids = frozenset(token["id"] for token in controls)
+        self._control_ids = frozenset(token["id"] for token in controls) - {named.get("unk_token")}
+        self._spelt: dict[str, list[int]] = {}
         self._plain = _without_control_tokens(description, {token["content"] for token in controls})
         self._template: ChatTemplate | None = None
         if source.chat_template is not None:
@@ -120,27 +121,36 @@ class TextCodec:
         return any(token_id not in self.special_ids for token_id in ids)
 
     def _encode_piece(self, piece: RenderedPiece, *, within: bool) -> list[int]:
-        tokenizer = self._plain if piece.plain else self._tokenizer
-        ids = (
-            self._encode_within(tokenizer, piece.text) if within else self._encode_with(tokenizer, piece.text)
-        )
-        if not piece.plain or self._control_ids.isdisjoint(ids):
-            return ids
-        # The model's own vocabulary holds the spelling as one token: no single character of it does.
-        ids = [i for char in piece.text for i in self._encode_within(self._plain, char)]
+        if piece.plain:
+            return self._spelt_out(piece.text)
+        if within:
+            return self._encode_within(self._tokenizer, piece.text)
+        return self._encode(piece.text, "messages", add_special_tokens=False)
+
+    def _spelt_out(self, control: str) -> list[int]:
+        """The spelling of a control token as ordinary text; kept, for there are few of them."""
+        ids = self._spelt.get(control)
+        if ids is None:
+            ids = self._spelt[control] = self._spell(control)
+        return ids
+
+    def _spell(self, control: str) -> list[int]:
+        ids = self._encode_within(self._plain, control)
+        if not self._control_ids.isdisjoint(ids):
+            # The model's own vocabulary holds the spelling as one token: no single character of it does.
+            ids = [i for char in control for i in self._encode_within(self._plain, char)]
         if not self._control_ids.isdisjoint(ids):
             raise HeadraceError(
-                "invalid_request", f"A message spells the control token {piece.text!r}.", "messages"
+                "invalid_request", f"A message spells the control token {control!r}.", "messages"
             )
         return ids
 
     def _encode_within(self, tokenizer: Tokenizer, text: str) -> list[int]:
         """Ids of a text that stands behind another: without the space SentencePiece begins a text with."""
-        anchor = self._encode_with(tokenizer, "\n")
-        ids = self._encode_with(tokenizer, "\n" + text)
-        return ids[len(anchor) :] if ids[: len(anchor)] == anchor else self._encode_with(tokenizer, text)
-
-    def _encode_with(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        anchor = _encode(tokenizer, "\n", "messages", add_special_tokens=False)
+        ids = _encode(tokenizer, "\n" + text, "messages", add_special_tokens=False)
+        if ids[: len(anchor)] == anchor:
+            return ids[len(anchor) :]
         return _encode(tokenizer, text, "messages", add_special_tokens=False)
 
     def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:

@@ -60,6 +60,9 @@ def _choose(tokenizer: Tokenizer, steps: Sequence[Mapping[str, Any]]) -> PieceOf
         return _byte_level()
     if steps and kinds <= _SPM_STEPS:
         return _sentencepiece(steps)
+    if kinds == {"BPEDecoder"}:  # a word's last token ends with the suffix; the text keeps its last space
+        suffix = steps[0]["suffix"]
+        return lambda text, first: text.replace(suffix, " ").encode()
     if steps:
         return _behind_another(tokenizer)
     return lambda text, first: (text if first else " " + text).encode()

@@ -1,0 +1,80 @@
+"""`make bench`: the ways of batching compared on this machine. With `latency`: what Headrace itself adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import latency as latency_figures
+from benchmarks.batching import MODES, Plan, compare
+from benchmarks.scenarios import SCENARIOS
+from benchmarks.workload import peers_workload
+
+RESULTS = Path(__file__).with_name("results")
+app = typer.Typer(add_completion=False, no_args_is_help=False)
+
+Model = Annotated[str, typer.Option(envvar=["MODEL", "HEADRACE_MODEL"], help="Model; empty: the demo model.")]
+Threads = Annotated[int, typer.Option(help="CPU threads of the worker; 0: all cores.")]
+
+
+@app.callback(invoke_without_command=True)
+def main(context: typer.Context) -> None:
+    """Measures Headrace on this machine; without a command, compares the ways of batching."""
+    if context.invoked_subcommand is None:
+        batching()
+
+
+@app.command()
+def batching(
+    scenario: Annotated[
+        str, typer.Option(envvar="SCENARIO", help=f"{', '.join(SCENARIOS)}, or all of them: all.")
+    ] = "workload",
+    rounds: Annotated[int, typer.Option(envvar="ROUNDS", min=1, help="The table shows the medians.")] = 3,
+    mode: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}; may be repeated.")] = None,
+    scale: Annotated[
+        float, typer.Option(envvar="SCALE", min=0.01, help="Share of a scenario's requests.")
+    ] = 1.0,
+    rate: Annotated[
+        float, typer.Option(min=0, help="Workload only: requests a second; 0: all at once.")
+    ] = 0.0,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Slots of the batch.")] = 32,
+    threads: Threads = 0,
+    model: Model = "",
+) -> None:
+    """Continuous, dynamic and static batching, and one request at a time, on the same requests."""
+    console = Console()
+    names = list(SCENARIOS) if scenario == "all" else [scenario]
+    modes = mode or list(MODES)
+    for unknown in [*(n for n in names if n not in SCENARIOS), *(m for m in modes if m not in MODES)]:
+        raise typer.BadParameter(
+            f"{unknown!r}: scenarios are {', '.join(SCENARIOS)}; modes {', '.join(MODES)}"
+        )
+    settings = {**_settings(threads, model), "max_num_seqs": max_num_seqs}
+    for name in names:
+        requests = peers_workload(rate) if rate and name == "workload" else SCENARIOS[name](scale)
+        compare(Plan(name, requests, rounds, modes, settings, RESULTS), console)
+
+
+@app.command()
+def latency(
+    samples: Annotated[int, typer.Option(min=1, help="Jobs of each kind.")] = 50,
+    idle_s: Annotated[float, typer.Option(min=1, help="How long the idle worker is watched, s.")] = 10.0,
+    threads: Threads = 0,
+    model: Model = "",
+) -> None:
+    """Queue to first token, joining a running batch, and an idle worker."""
+    latency_figures.measure(Console(), RESULTS, _settings(threads, model), samples=samples, idle_s=idle_s)
+
+
+def _settings(threads: int, model: str) -> dict[str, str | int]:
+    # Without the prefix cache: the same prompts come again, and no other server in the comparison has seen
+    # them.
+    settings: dict[str, str | int] = {"prefix_cache": "false", "log_format": "json", "threads": threads}
+    return {**settings, "model": model} if model else settings
+
+
+if __name__ == "__main__":
+    app()
