@@ -1,0 +1,134 @@
+"""From settings to an engine with a loaded model: the one place that puts the two columns together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from headrace import PROTOCOL_VERSION, __version__
+from headrace.config import ConfigError, WorkerSettings, parse_memory
+from worker.engine.config import EngineConfig
+from worker.engine.engine import Engine
+from worker.engine.scheduler import Scheduler
+from worker.model.loader import LoadedModel, load
+from worker.model.runner import ModelRunner
+from worker.queue.intake import ServedModel
+from worker.text.codec import TextCodec, load_tokenizer
+
+log = structlog.get_logger("headrace.worker")
+
+STATIC_WAIT_S = 1.0  # static batching waits for a full batch; this bounds it at the end of a load
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    engine: Engine
+    model: ServedModel
+    card: dict[str, str | int]
+
+
+def build(settings: WorkerSettings) -> Built:
+    """Loads the model and sizes the KV cache. Raises ModelError and ConfigError, each one line."""
+    loaded = load(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads or None,
+        trust_remote_code=settings.trust_remote_code,
+        cache_dir=settings.cache_dir,
+    )
+    codec = load_tokenizer(loaded.path, trust_remote_code=settings.trust_remote_code)
+    num_blocks = num_kv_blocks(settings, loaded)
+    runner = ModelRunner(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        encode_bad_word=lambda word: spellings(codec, word),
+    )
+    scheduler = Scheduler(engine_config(settings, loaded, num_blocks))
+    served = ServedModel(
+        name=settings.model_name,
+        aliases=frozenset({settings.pool, loaded.name}),
+        codec=codec,
+        eos_ids=loaded.eos_ids,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        fingerprint=loaded.fingerprint,
+    )
+    return Built(Engine(scheduler, runner, time.monotonic), served, fixed_card(settings, loaded, num_blocks))
+
+
+def num_kv_blocks(settings: WorkerSettings, loaded: LoadedModel) -> int:
+    """Blocks of the KV cache: as set, else what `kv_memory` holds, never more than free memory."""
+    if settings.num_kv_blocks:
+        return settings.num_kv_blocks
+    bytes_per_block = loaded.kv_bytes_per_token * settings.block_size
+    free_bytes = _free_bytes(loaded)
+    wanted = parse_memory(settings.kv_memory, free_bytes=free_bytes)
+    num_blocks = min(wanted, free_bytes) // bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"HEADRACE_KV_MEMORY={settings.kv_memory}: a block of {settings.block_size} tokens takes "
+            f"{bytes_per_block} bytes; give more"
+        )
+    log.info(
+        "kv_cache_sized",
+        num_blocks=num_blocks,
+        tokens=num_blocks * settings.block_size,
+        mib=num_blocks * bytes_per_block >> 20,
+    )
+    return num_blocks
+
+
+def _free_bytes(loaded: LoadedModel) -> int:
+    if loaded.device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(loaded.device)[0])
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 33
+
+
+def engine_config(settings: WorkerSettings, loaded: LoadedModel, num_blocks: int) -> EngineConfig:
+    wait_s = settings.batch_wait_ms / 1000 if settings.batching == "dynamic" else STATIC_WAIT_S
+    return EngineConfig(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        batching=settings.batching,
+        batch_wait_s=wait_s,
+        policy=settings.policy,
+        prefix_cache=settings.prefix_cache,
+        adaptive=settings.target_itl_ms > 0,
+        target_itl_ms=settings.target_itl_ms or None,
+    )
+
+
+def fixed_card(settings: WorkerSettings, loaded: LoadedModel, num_blocks: int) -> dict[str, str | int]:
+    return {
+        "worker": settings.worker_id,
+        "model": settings.model_name,
+        "checkpoint": loaded.name,
+        "fingerprint": loaded.fingerprint,
+        "exact": int(loaded.exact),
+        "device": str(loaded.device),
+        "max_model_len": loaded.max_model_len,
+        "block_size": settings.block_size,
+        "num_blocks": num_blocks,
+        "batching": settings.batching,
+        "version": __version__,
+        "protocol": PROTOCOL_VERSION,
+    }
+
+
+def spellings(codec: TextCodec, word: str) -> Sequence[Sequence[int]]:
+    """The token sequences of a bad word, at the start of a text and after a space."""
+    return [ids for text in (word, " " + word) if (ids := codec.encode_prompt(text))]

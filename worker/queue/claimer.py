@@ -1,0 +1,92 @@
+"""Claims at every iteration what the engine can admit now, and blocks on Redis only in a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+from redis.exceptions import RedisError
+
+from headrace.messages import CLASSES
+from headrace.scripts import Scripts
+from worker.queue.control import EntryWatcher
+from worker.queue.intake import Admitted, Intake
+
+log = structlog.get_logger("headrace.claim")
+
+RETRY_S = 0.5
+
+
+class Claimer:
+    """Runs `pick` and `claim` whenever there may be both work and room.
+
+    `room()` gives the requests and the tokens the engine can admit beyond those already on their way to it.
+    """
+
+    def __init__(
+        self,
+        scripts: Scripts,
+        intake: Intake,
+        watcher: EntryWatcher,
+        *,
+        worker_id: str,
+        lease_ms: int,
+        room: Callable[[], tuple[int, int]],
+        take: Callable[[Admitted], None],
+    ) -> None:
+        self._scripts = scripts
+        self._intake = intake
+        self._watcher = watcher
+        self._worker_id = worker_id
+        self._lease_ms = lease_ms
+        self._room = room
+        self._take = take
+        self._last_ids = dict.fromkeys(CLASSES, "0-0")
+        self._wake = asyncio.Event()
+        self._looked = asyncio.Event()
+        self.waiting = 0  # sorted entries that nobody has claimed, as of the last look
+
+    def wake(self) -> None:
+        """Something has changed: an entry, room in the engine, a job given back."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        failing = False
+        while True:
+            self._wake.clear()
+            try:
+                more = await self._claim_once()
+                if failing:
+                    log.info("claim_recovered")
+                failing = False
+            except (RedisError, OSError) as error:
+                if not failing:
+                    log.warning("claim_failing", error=f"{type(error).__name__}: {error}"[:200])
+                failing, more = True, False
+                await asyncio.sleep(RETRY_S)
+            self._looked.set()
+            if not more:
+                await self._wake.wait()
+
+    async def watch(self) -> None:
+        """Wakes `run` for new entries, and once a second for leases that have run out."""
+        while True:
+            await self._looked.wait()
+            self._looked.clear()
+            await self._watcher.wait(self._last_ids)
+            self._wake.set()
+
+    async def _claim_once(self) -> bool:
+        """One pick and claim. Returns whether another may get more right now."""
+        requests, tokens = self._room()
+        picked = await self._scripts.pick(
+            self._worker_id, requests, budget_tokens=tokens, lease_ms=self._lease_ms
+        )
+        self._last_ids = picked.last_ids
+        self.waiting = picked.waiting
+        if not picked.entries:
+            return False
+        for admitted in await self._intake.admit(picked.entries):
+            self._take(admitted)
+        return self._room()[0] > 0 and picked.waiting > 0

@@ -1,0 +1,261 @@
+"""One claimed job on its way out: engine outputs become the events of its log, numbered, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.errors import HeadraceError
+from headrace.messages import (
+    Choice,
+    Delta,
+    End,
+    Event,
+    Finish,
+    FinishReason,
+    Job,
+    Result,
+    TokenLogprob,
+    Usage,
+)
+from headrace.script_types import EmitItem, Final
+from worker.engine.outputs import FailedOutput, FinishedOutput, Output, TokenOutput
+from worker.engine.plan import ScoredToken
+
+LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot say
+
+
+class TextPiece(Protocol):
+    text: str
+    finished: bool
+    stop: str | None
+
+
+class TextStreamLike(Protocol):
+    def push(self, token_id: int) -> TextPiece: ...
+    def finish(self) -> str: ...
+
+
+class Codec(Protocol):
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """What choice `index` has said so far, and the text machine that goes on from there."""
+
+    index: int
+    text_stream: TextStreamLike
+    ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RunningJob:
+    """Owns a job's sequence numbers, choices and pending events. Lives on the event loop."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        epoch: int,
+        last_seq: int,
+        codec: Codec,
+        prompt_ids: list[int],
+        choices: list[ChoiceState],
+        seed: int,
+        fingerprint: str,
+        model_name: str,
+        cached_tokens: int = 0,
+        prompt_logprobs: list[TokenLogprob | None] | None = None,
+    ) -> None:
+        self.job = job
+        self.epoch = epoch
+        self.choices = choices
+        self.prompt_ids = prompt_ids
+        self.cached_tokens = cached_tokens
+        self.cancelled = False
+        self._codec = codec
+        self.seed = seed
+        self._fingerprint = fingerprint
+        self._model_name = model_name
+        self._next_seq = last_seq + 1
+        self._events: list[Event] = []
+        self._final: Final | None = None
+        self._prompt_logprobs = prompt_logprobs
+        self._first_event_sent = last_seq > 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the terminal event has been made; nothing follows it."""
+        return self._final is not None
+
+    def absorb(self, output: Output) -> int | None:
+        """Takes one engine output. Returns the choice that a stop string has ended, if any."""
+        if self.ended:
+            return None
+        if isinstance(output, FailedOutput):
+            self.fail(output.error)
+            return None
+        choice = self.choices[output.choice]
+        if choice.finished:
+            return None  # computed before the engine heard that a stop string had ended it
+        if isinstance(output, FinishedOutput):
+            self._close_choice(choice, output.finish, output.stop_token, choice.text_stream.finish())
+            return None
+        return choice.index if self._absorb_token(choice, output) else None
+
+    def _absorb_token(self, choice: ChoiceState, output: TokenOutput) -> bool:
+        if not self._first_event_sent:
+            self._note_prompt(output)
+        stop: str | int | None = output.stop_token
+        text, by_text = "", False
+        if output.finish != "stop" or self.job.params.include_stop:  # else: the stop token itself is not text
+            piece = choice.text_stream.push(output.token_id)
+            text, by_text = piece.text, piece.finished
+            stop = piece.stop if by_text else stop
+        reason: FinishReason | None = "stop" if by_text else output.finish
+        if reason is not None and not by_text:
+            text += choice.text_stream.finish()
+        self._add_delta(choice, output, text)
+        if reason is not None:
+            self._add_finish(choice, reason, stop)
+        return by_text and output.finish is None
+
+    def _add_delta(self, choice: ChoiceState, output: TokenOutput, text: str) -> None:
+        logprob = None
+        if self.job.params.logprobs is not None and output.scored is not None:
+            logprob = [self._token_logprob(output.scored)]
+            choice.logprobs.extend(logprob)
+        choice.ids.append(output.token_id)
+        if text:
+            choice.text.append(text)
+        first, self._first_event_sent = not self._first_event_sent, True
+        self._add(
+            Delta(
+                seq=self._next_seq,
+                i=choice.index,
+                text=text,
+                ids=[output.token_id],
+                lp=logprob,
+                cached=self.cached_tokens if first else 0,
+                prompt_lp=self._prompt_logprobs if first else None,
+            )
+        )
+
+    def _note_prompt(self, output: TokenOutput) -> None:
+        # Said once, on the first event: who takes over repeats what the log says, not its own cache.
+        self.cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = [None, *(self._token_logprob(s) for s in output.prompt_logprobs)]
+
+    def _close_choice(
+        self, choice: ChoiceState, reason: FinishReason, stop: int | None, held_text: str
+    ) -> None:
+        if held_text:
+            choice.text.append(held_text)
+            self._add(Delta(seq=self._next_seq, i=choice.index, text=held_text))
+        self._add_finish(choice, reason, stop)
+
+    def _add_finish(self, choice: ChoiceState, reason: FinishReason, stop: str | int | None) -> None:
+        choice.finish_reason, choice.stop = reason, stop
+        self._add(Finish(seq=self._next_seq, i=choice.index, reason=reason, stop=stop))
+        if all(c.finished for c in self.choices):
+            self._end("done", None)
+
+    def fail(self, error: HeadraceError) -> None:
+        """Ends the job as failed; what was said so far stays in its result."""
+        self._end("failed", error)
+
+    def cancel(self) -> None:
+        """Ends the job as cancelled, with the tokens so far."""
+        self._end("cancelled", None)
+
+    def _end(self, status: str, error: HeadraceError | None) -> None:
+        if self.ended:
+            return
+        usage, wire_error = self.usage(), error.to_wire() if error else None
+        self._add(End(seq=self._next_seq, status=status, usage=usage, error=wire_error))  # type: ignore[arg-type]
+        self._final = Final(status=status, usage=usage, result=self._result(), error=wire_error)
+
+    def usage(self) -> Usage:
+        completion = sum(len(c.ids) for c in self.choices)
+        return Usage(
+            prompt_tokens=len(self.prompt_ids),
+            completion_tokens=completion,
+            total_tokens=len(self.prompt_ids) + completion,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def take(self) -> EmitItem | None:
+        """The events made since the last call, as one item of an `emit`; None for none."""
+        if not self._events:
+            return None
+        events, self._events = self._events, []
+        return EmitItem(
+            job_id=self.job.id,
+            job_class=self.job.job_class,
+            entry_id=self.job.entry_id,
+            epoch=self.epoch,
+            events=events,
+            final=self._final,
+            prompt_tokens=len(self.prompt_ids),
+        )
+
+    def close_as_lost(self) -> EmitItem:
+        """The end of a job whose log was found damaged: written whatever the log holds."""
+        self._events = []
+        self._final = None
+        self.fail(HeadraceError("lost"))
+        end = self._events[-1:]
+        self._events = []
+        return EmitItem(
+            job_id=self.job.id,
+            job_class=self.job.job_class,
+            entry_id=self.job.entry_id,
+            epoch=self.epoch,
+            events=end,
+            final=self._final,
+            prompt_tokens=len(self.prompt_ids),
+            force=True,
+        )
+
+    def _add(self, event: Event) -> None:
+        self._events.append(event)
+        self._next_seq += 1
+
+    def _result(self) -> Result:
+        wants_logprobs = self.job.params.logprobs is not None
+        return Result(
+            choices=[
+                Choice(
+                    index=c.index,
+                    text="".join(c.text),
+                    ids=c.ids,
+                    finish_reason=c.finish_reason,
+                    stop=c.stop,
+                    lp=c.logprobs if wants_logprobs else None,
+                )
+                for c in self.choices
+            ],
+            fingerprint=self._fingerprint,
+            model=self._model_name,
+            seed=self.seed,
+            prompt_ids=self.prompt_ids,
+            prompt_lp=self._prompt_logprobs,
+        )
+
+    def _token_logprob(self, scored: ScoredToken) -> TokenLogprob:
+        def one(token_id: int, logprob: float) -> TokenLogprob:
+            value = logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+            return TokenLogprob(id=token_id, lp=value, b=list(self._codec.token_bytes(token_id)))
+
+        chosen = one(scored.token_id, scored.logprob)
+        top = [one(token_id, logprob) for token_id, logprob in scored.top]
+        return TokenLogprob(id=chosen.id, lp=chosen.lp, b=chosen.b, top=top) if top else chosen

@@ -1,0 +1,246 @@
+"""The worker's life: start, serve, drain. The only file that knows both the engine thread and asyncio.
+
+Engine thread → event loop: one hand-over a step. Event loop → engine thread: commands before the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import structlog
+from redis.exceptions import RedisError
+
+from headrace.config import WorkerSettings
+from headrace.connect import connect, connect_sync
+from headrace.keys import Keys
+from headrace.script_types import EmitItem, EmitOutcome, Renewed
+from headrace.scripts import Scripts, SyncScripts
+from headrace.submission import Limits
+from worker.engine.engine import Engine
+from worker.engine_thread import EngineThread, StepReport
+from worker.queue.card import REFRESH_S, Card, card_numbers
+from worker.queue.claimer import Claimer
+from worker.queue.control import ControlChannel, EntryWatcher
+from worker.queue.intake import Intake, ServedModel
+from worker.queue.lease import LeaseCallbacks, LeaseKeeper
+from worker.queue.publisher import Publisher
+from worker.queue.running import RunningJobs
+
+log = structlog.get_logger("headrace.worker")
+
+MAX_BACKLOG_EVENTS = 8_192  # events Redis has not acknowledged; above it the engine waits
+REAP_S = 1.0
+REDIS_RETRY_S = 0.5
+
+
+class WorkerService:
+    """One worker process serving one model of one pool. Built and run inside a running event loop."""
+
+    def __init__(
+        self, settings: WorkerSettings, engine: Engine, model: ServedModel, card: Mapping[str, str | int]
+    ) -> None:
+        self._settings = settings
+        self._keys = Keys(settings.pool)
+        self._loop = asyncio.get_running_loop()
+        self._redis = connect(settings.redis_url)
+        self._blocking = connect(settings.redis_url, blocking=True)
+        self._pubsub = connect(settings.redis_url, blocking=True)
+        self._sync_redis = connect_sync(settings.redis_url)
+        self._scripts = Scripts(self._redis, self._keys)
+        self._report: StepReport | None = None
+        self._draining = asyncio.Event()
+        self._fatal: BaseException | None = None
+        self._checks: set[asyncio.Task[None]] = set()
+        self._publisher = Publisher(
+            self._scripts, retention_ms=settings.retention_ms, on_outcomes=self._settle
+        )
+        self._leases = self._lease_keeper()
+        self._engine = EngineThread(
+            engine,
+            may_run=self._may_run,
+            on_report=lambda report: self._hand_over(self._handle_report, report),
+            on_fatal=lambda error: self._hand_over(self._handle_fatal, error),
+        )
+        self._jobs = RunningJobs(self._leases, self._publisher, self._engine.send)
+        self._claimer = Claimer(
+            self._scripts,
+            self._intake(model),
+            EntryWatcher(self._blocking, self._keys),
+            worker_id=settings.worker_id,
+            lease_ms=settings.lease_ms,
+            room=self._room,
+            take=self._jobs.take,
+        )
+        self._control = ControlChannel(
+            self._pubsub,
+            self._keys,
+            worker_id=settings.worker_id,
+            on_cancel=self._handle_cancel_hint,
+            on_ready=self._claimer.wake,
+            on_drain=self._draining.set,
+        )
+        self._card = Card(self._redis, self._keys, settings.worker_id, card)
+
+    def _lease_keeper(self) -> LeaseKeeper:
+        def on_renewed(renewed: Renewed) -> None:
+            self._hand_over(self._jobs.reconcile, renewed)
+
+        return LeaseKeeper(
+            SyncScripts(self._sync_redis, self._keys),
+            self._settings.worker_id,
+            lease_ms=self._settings.lease_ms,
+            callbacks=LeaseCallbacks(on_renewed, lambda: self._hand_over(self._jobs.drop_all)),
+        )
+
+    def _intake(self, model: ServedModel) -> Intake:
+        return Intake(
+            self._redis,
+            self._scripts,
+            self._keys,
+            model,
+            worker_id=self._settings.worker_id,
+            lease_ms=self._settings.lease_ms,
+            max_attempts=self._settings.max_attempts,
+            default_max_tokens=self._settings.default_max_tokens,
+            limits=Limits(max_body_bytes=self._settings.max_body_bytes),
+        )
+
+    async def run(self) -> int:
+        """Serves until told to drain. Returns the process's exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._handle_signal)
+        await self._wait_for_redis()
+        self._engine.start()
+        self._leases.start()
+        publisher = asyncio.create_task(self._publisher.run())
+        loops = self._start_loops()
+        stop = asyncio.create_task(self._draining.wait())
+        done, _ = await asyncio.wait([publisher, stop, *loops], return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stop}:
+            self._fatal = self._fatal or task.exception()
+            log.error("worker_task_failed", exc_info=task.exception())
+        for task in [stop, *loops]:
+            task.cancel()
+        await asyncio.gather(stop, *loops, *self._checks, return_exceptions=True)
+        await self._drain(publisher)
+        return 0 if self._fatal is None else 1
+
+    def _start_loops(self) -> list[asyncio.Task[None]]:
+        loops: list[Coroutine[Any, Any, None]] = [
+            self._claimer.run(),
+            self._claimer.watch(),
+            self._control.run(),
+            self._every(REFRESH_S, self._write_card),
+            self._every(REAP_S, self._reap),
+        ]
+        return [asyncio.create_task(loop) for loop in loops]
+
+    def _handle_signal(self) -> None:
+        if self._draining.is_set():
+            log.warning("worker_leaves_at_once", held=len(self._jobs))
+            os._exit(130)
+        log.info("worker_drains", held=len(self._jobs))
+        self._draining.set()
+
+    async def _wait_for_redis(self) -> None:
+        told = False
+        while not self._draining.is_set():
+            try:
+                await self._redis.ping()
+                return
+            except (RedisError, OSError) as error:
+                if not told:
+                    log.warning("redis_unreachable", error=str(error), advice="waiting until it answers")
+                told = True
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._draining.wait(), REDIS_RETRY_S)
+
+    async def _drain(self, publisher: asyncio.Task[None]) -> None:
+        """Gives back what runs, with all its tokens in the log: another worker goes on from there at once."""
+        timeout_s = self._settings.drain_timeout_s
+        stopped = await asyncio.to_thread(self._engine.stop, timeout_s)
+        await asyncio.sleep(0)  # the engine's last report was handed over before its thread ended
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._leases.valid() and not publisher.done():
+                    await self._publisher.flush()
+                held = self._leases.held()
+                if held:
+                    await self._scripts.release(self._settings.worker_id, held)
+                await self._card.remove()
+            log.info("worker_drained", released=len(held), engine_stopped=stopped)
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("drain_incomplete", error=type(error).__name__, held=len(self._leases.held()))
+        publisher.cancel()
+        await asyncio.gather(publisher, return_exceptions=True)
+        await asyncio.to_thread(self._leases.stop)
+        self._sync_redis.close()
+        for client in (self._redis, self._blocking, self._pubsub):
+            with suppress(RedisError, OSError):
+                await client.aclose()
+
+    # --- from the engine thread
+
+    def _hand_over(self, callback: Callable[..., None], *args: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the process is leaving
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _may_run(self) -> bool:
+        return self._leases.valid() and self._publisher.backlog_events < MAX_BACKLOG_EVENTS
+
+    def _handle_report(self, report: StepReport) -> None:
+        self._report = report
+        self._jobs.absorb(report.outputs)
+        if self._claimer.waiting and self._room()[0] > 0:
+            self._claimer.wake()
+
+    def _handle_fatal(self, error: BaseException) -> None:
+        self._fatal = error
+        self._draining.set()
+
+    def _room(self) -> tuple[int, int]:
+        report = self._report
+        if report is None or not self._may_run():
+            return 0, 0
+        on_their_way = self._jobs.requests_sent - report.added_total
+        return max(report.admissible_requests - on_their_way, 0), report.admissible_tokens
+
+    # --- from Redis
+
+    def _settle(self, items: Sequence[EmitItem], outcomes: Sequence[EmitOutcome]) -> None:
+        self._jobs.settle(items, outcomes)
+        self._engine.nudge()
+
+    def _handle_cancel_hint(self, job_id: str) -> None:
+        if job_id in self._jobs:
+            task = asyncio.create_task(self._check_cancel(job_id))
+            self._checks.add(task)
+            task.add_done_callback(self._checks.discard)
+
+    async def _check_cancel(self, job_id: str) -> None:
+        # The channel is a hint that anybody may send; the flag in the job's hash is the truth.
+        with suppress(RedisError, OSError):
+            flag: Any = await self._redis.hget(self._keys.job(job_id), "cancel")  # type: ignore[misc]
+            if flag == b"1":
+                self._jobs.cancel(job_id)
+
+    # --- housekeeping
+
+    async def _every(self, interval_s: float, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            with suppress(RedisError, OSError):
+                await action()
+            await asyncio.sleep(interval_s)
+
+    async def _write_card(self) -> None:
+        if self._report is not None:
+            stats = self._report.stats
+            await self._card.write({"held": len(self._jobs), **card_numbers(stats)})
+
+    async def _reap(self) -> None:
+        await self._scripts.reap(retention_ms=self._settings.retention_ms)
