@@ -80,8 +80,8 @@ def claim_call(keys: Keys, head: list[Any], items: Sequence[ClaimRow]) -> Call:
 
 def read_claimed(items: Sequence[ClaimRow], reply: Sequence[Any]) -> list[Claimed]:
     return [
-        Claimed(item[2], outcome.decode(), epoch, attempt, None if left < 0 else left, seq, submitted)
-        for item, (outcome, epoch, attempt, left, seq, submitted) in zip(items, reply, strict=True)
+        Claimed(item[2], outcome.decode(), epoch, attempt, None if left < 0 else left, seq, submitted, waited)
+        for item, (outcome, epoch, attempt, left, seq, submitted, waited) in zip(items, reply, strict=True)
     ]
 
 
@@ -113,7 +113,11 @@ def _final_args(final: Final) -> list[Any]:
 
 
 def read_emitted(items: Sequence[EmitItem], reply: bytes) -> list[EmitOutcome]:
-    return [EmitOutcome(item.job_id, EMIT_KINDS[letter]) for item, letter in zip(items, reply, strict=True)]
+    return [_outcome(item, EMIT_KINDS[letter]) for item, letter in zip(items, reply, strict=True)]
+
+
+def _outcome(item: EmitItem, kind: EmitKind) -> EmitOutcome:
+    return EmitOutcome(item.job_id, kind, item.epoch, kind == "ok" and item.final is not None)
 
 
 def renew_call(keys: Keys, held: Sequence[HeldRow], lease_ms: int) -> Call:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from headrace.messages import End, Event, Result, Usage
 
 Outcome = Literal["run", "ended", "cancelled", "expired", "exhausted", "duplicate", "lost", "stale", "error"]
@@ -73,10 +75,11 @@ class Claimed:
     attempt: int
     left_ms: int | None  # None: no deadline
     last_seq: int
-    submitted_ms: int
+    submitted_ms: int  # on Redis's clock, as `waited_ms`
+    waited_ms: int
 
 
-class Held(NamedTuple):
+class HeldJob(NamedTuple):
     """A job in our hands. `epoch` 0: picked but not claimed."""
 
     job_class: str
@@ -86,11 +89,10 @@ class Held(NamedTuple):
 
 
 ClaimRow = ClaimItem | tuple[str, str, str, int | None]
-HeldRow = Held | tuple[str, str, str, int]
+HeldRow = HeldJob | tuple[str, str, str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Final:
+class Final(msgspec.Struct, frozen=True):
     """The state a job ends with. `undecodable`: also keep the raw entry in the stream of that name."""
 
     status: Literal["done", "failed", "cancelled"]
@@ -100,8 +102,7 @@ class Final:
     undecodable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EmitItem:
+class EmitItem(msgspec.Struct, frozen=True):
     """One job's part of a step. With `final`, the last event is the `End`.
 
     `force` (with `final` and the `End` alone) closes the job whatever its log holds, behind everything a
@@ -128,8 +129,12 @@ class EmitItem:
 
 @dataclass(frozen=True, slots=True)
 class EmitOutcome:
+    """`ended`: the item's final state is stored. `epoch` is the item's own."""
+
     job_id: str
     kind: EmitKind
+    epoch: int
+    ended: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,16 +35,38 @@ from headrace.script_calls import (
 from headrace.script_types import (
     CancelKind,
     Claimed,
+    ClaimItem,
     ClaimRow,
     EmitItem,
     EmitOutcome,
+    Entry,
     FairShare,
+    Final,
+    HeldJob,
     HeldRow,
     Picked,
     Reaped,
     Renewed,
     Submitted,
 )
+
+__all__ = [
+    "CancelKind",
+    "ClaimItem",
+    "Claimed",
+    "EmitItem",
+    "EmitOutcome",
+    "Entry",
+    "FairShare",
+    "Final",
+    "HeldJob",
+    "Picked",
+    "Reaped",
+    "Renewed",
+    "Scripts",
+    "Submitted",
+    "SyncScripts",
+]
 
 HOUR_MS = 3_600_000
 DAY_MS = 86_400_000

@@ -2,7 +2,7 @@
 -- Makes picked jobs this worker's: raises epoch and attempt. Ends those cancelled, past their deadline, tried too often
 -- or damaged, and drops second entries of a job.
 -- ARGV: worker, lease ms, max attempts, retention ms, nonce, output weight, default output, then {class, entry, id, ttl ms} for each item.
--- Returns {outcome, epoch, attempt, ms left (-1: no deadline), last seq, submitted ms} for each item.
+-- Returns {outcome, epoch, attempt, ms left (-1: no deadline), last seq, submitted ms, waited ms} for each item.
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
   vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], dead = KEYS[11],
@@ -87,5 +87,6 @@ for i = 0, (#KEYS - 11) / 3 - 1 do
   j.class, j.entry, j.id = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   j.member = j.class .. '-' .. j.entry
   out[i + 1] = claim_safely(j, tonumber(ARGV[at + 3]))
+  out[i + 1][7] = math.max(now - (j.submitted or now), 0)
 end
 return out
