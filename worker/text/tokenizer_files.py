@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from headrace.config import default_cache_dir
+from headrace.models import ModelError
 
 log = structlog.get_logger("headrace.text")
 
@@ -25,7 +26,7 @@ _CACHE_SUFFIX = ".tokenizer-cache.json"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(ModelError):
     """The model's folder or file holds no tokenizer that can be used; the message says why."""
 
 
