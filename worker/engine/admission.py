@@ -10,7 +10,7 @@ from worker.engine.request import Request, Sequence
 
 FIRST_GUESS = 0.7  # share of max_tokens that a choice uses, until some have ended
 FORGETTING = 1 / 16  # least weight of the choice that ended last in this share
-CAUTION = 3  # only 1/CAUTION of a choice's expected growth is reserved, and once more for each preemption:
+CAUTION = 4  # only 1/CAUTION of a choice's expected growth is reserved, and once more for each preemption:
 # reserving all of it leaves a tenth of the blocks idle, none costs a third of the work in recomputation
 
 

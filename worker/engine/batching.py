@@ -26,6 +26,9 @@ class AdmissionGate(Protocol):
     def slots(self, running: int) -> int:
         """Slots of max_num_seqs in use."""
 
+    def is_shut(self, running: int) -> bool:
+        """Whether new requests have to wait for the whole batch."""
+
     def wake_at(self, running: int, waiting: int, arrivals: Iterable[float]) -> float | None:
         """When the gate opens by itself, if it is only time that it waits for."""
 
@@ -45,6 +48,9 @@ class ContinuousGate:
 
     def slots(self, running: int) -> int:
         return running
+
+    def is_shut(self, running: int) -> bool:
+        return False
 
     def wake_at(self, running: int, waiting: int, arrivals: Iterable[float]) -> float | None:
         return None
@@ -77,6 +83,9 @@ class BatchGate:
 
     def slots(self, running: int) -> int:
         return self._slots if running else 0
+
+    def is_shut(self, running: int) -> bool:
+        return running > 0
 
     def wake_at(self, running: int, waiting: int, arrivals: Iterable[float]) -> float | None:
         return None if running or not waiting else min(arrivals) + self._wait_s

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from headrace.errors import HeadraceError
+from worker.engine.adaptive import AdaptiveBudget
 from worker.engine.admission import Admission, validate
 from worker.engine.batching import make_gate
 from worker.engine.blocks import BlockPool
@@ -35,7 +36,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, budget: Budget | None = None) -> None:
         self.config = config
-        self.budget = budget or FixedBudget(config.max_num_batched_tokens, config.max_num_seqs)
+        self.budget = budget or _make_budget(config)
         self.pool = BlockPool(config.num_blocks, config.block_size)
         prefix = PrefixCache(self.pool, enabled=config.prefix_cache, hash_bytes=config.prefix_hash_bytes)
         self.kv = KvManager(self.pool, prefix)
@@ -130,6 +131,8 @@ class Scheduler:
     def admissible(self, priority: int = 2) -> tuple[int, int]:
         """Sequences of this class that could start now, lower ones giving way, and the KV tokens for them."""
         roster = self.roster
+        if roster.gate.is_shut(len(roster.running)):
+            return 0, 0
         lower = [s for s in roster.running if s.group.request.priority > priority]
         taken = roster.gate.slots(len(roster.running)) + roster.num_waiting - len(lower)
         slots = self.config.max_num_seqs - taken
@@ -240,6 +243,13 @@ class Scheduler:
         self._counters.finished_choices += 1
         self.admission.ended(seq)
         self.roster.leave(seq)
+
+
+def _make_budget(config: EngineConfig) -> Budget:
+    if not config.adaptive:
+        return FixedBudget(config.max_num_batched_tokens, config.max_num_seqs)
+    target_s = None if config.target_itl_ms is None else config.target_itl_ms / 1e3
+    return AdaptiveBudget(config.max_num_batched_tokens, config.max_num_seqs, target_s)
 
 
 def _wants_scores(request: Request) -> bool:

@@ -1,0 +1,127 @@
+"""The adaptive budget on a simulated machine whose step time is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import pytest
+
+from worker.engine.adaptive import MIN_TOKENS, AdaptiveBudget
+from worker.engine.budget import StepLoad
+from worker.engine.plan import ScoredToken, StepPlan, StepResult
+from worker.engine.steptime import StepTimeModel
+
+Make = Callable[..., Any]
+BASE_S, TOKEN_S, KEY_S, NOISE_S = 0.020, 0.0012, 4e-8, 0.030
+
+
+class TimedRunner:
+    """Moves the clock by what the step would take; three steps in ten are disturbed by 30 ms."""
+
+    def __init__(self, noise_s: float, seed: int) -> None:
+        self.noise_s = noise_s
+        self.rng = random.Random(seed)
+        self.clock: Any = None
+        self.durations: list[float] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        reads = sum(len(p.token_ids) * (p.start + len(p.token_ids) / 2) for p in plan.sequences)
+        duration = BASE_S + TOKEN_S * plan.num_tokens + KEY_S * reads
+        duration += self.noise_s * (self.rng.random() < 0.3)
+        self.durations.append(duration)
+        self.clock.now += duration
+        return StepResult({p.seq_id: ScoredToken(1, 0.0) for p in plan.sequences if p.sample})
+
+    def forget(self, seq_id: int) -> None:
+        pass
+
+
+class Simulation:
+    """Short, long, short prompts at saturation: 100, 25 and 100 requests of 30 tokens each."""
+
+    def __init__(self, bench: Make, noise_s: float = 0.0, **config: Any) -> None:
+        runner = TimedRunner(noise_s, seed=4)
+        self.bench = bench(
+            runner,
+            **{"num_blocks": 8000, "block_size": 16, "max_model_len": 4096, "max_num_seqs": 32, **config},
+        )
+        runner.clock = self.bench.clock
+        self.durations = runner.durations
+        self.budgets: list[int] = []
+        self.phases: list[int] = [0]
+        for prompt, count in ((30, 100), (800, 25), (30, 100)):
+            self._phase(prompt, count)
+            self.phases.append(len(self.budgets))
+
+    def _phase(self, prompt: int, count: int) -> None:
+        b, fed = self.bench, 0
+        while fed < count or b.engine.has_work:
+            while fed < count and b.engine.stats().waiting < 8:
+                b.add(f"{len(self.phases)}-{fed}", prompt, 30, eos=frozenset())
+                fed += 1
+            b.engine.step()
+            self.budgets.append(b.scheduler.budget.limits().num_tokens)
+
+    @property
+    def throughput(self) -> float:
+        return self.bench.engine.stats().computed_tokens / self.bench.clock.now
+
+
+@pytest.mark.parametrize("noise_s", [0.0, NOISE_S])
+def test_throughput_is_near_the_best_static_budget(bench: Make, noise_s: float) -> None:
+    best = max(Simulation(bench, noise_s, max_num_batched_tokens=size).throughput for size in (64, 256, 512))
+    adaptive = Simulation(bench, noise_s, max_num_batched_tokens=512, adaptive=True)
+    assert adaptive.throughput >= 0.9 * best
+
+
+@pytest.mark.parametrize("noise_s", [0.0, NOISE_S])
+def test_a_target_is_kept_at_the_throughput_it_allows(bench: Make, noise_s: float) -> None:
+    """80 ms: (80 - 20) / 1.2 = 50 tokens; disturbances of 9 ms a step on average take part of it."""
+    adaptive = Simulation(bench, noise_s, max_num_batched_tokens=512, adaptive=True, target_itl_ms=80)
+    static = Simulation(bench, noise_s, max_num_batched_tokens=50 if not noise_s else 42)
+    assert median(adaptive.durations) <= 0.088
+    assert adaptive.throughput >= 0.9 * static.throughput
+
+
+def test_it_recovers_within_50_steps_and_does_not_oscillate(bench: Make) -> None:
+    run = Simulation(bench, NOISE_S, max_num_batched_tokens=512, adaptive=True, target_itl_ms=80)
+    for start, end in pairwise(run.phases):
+        settled = run.budgets[start + 50 : end]
+        assert min(settled) >= 35
+        assert max(settled) <= 55
+        turns = sum(a != b for a, b in pairwise(settled))
+        assert turns <= len(settled) / 20
+    assert min(run.budgets) >= MIN_TOKENS
+
+
+def test_an_unreachable_target_never_shrinks_below_the_floor() -> None:
+    budget = AdaptiveBudget(512, 32, target_s=0.001)
+    for step in range(200):
+        load = StepLoad(budget.limits().num_tokens, 100 * (step % 7), 4)
+        budget.observe(load, 0.05 + 0.001 * load.num_tokens)
+    assert budget.limits().num_tokens == MIN_TOKENS
+    assert 1 < budget.limits().num_seqs < MIN_TOKENS
+    assert "1 ms a step: 16 tokens" in budget.explain()
+
+
+def test_the_model_finds_the_costs_in_spite_of_outliers() -> None:
+    rng, model = random.Random(1), StepTimeModel()
+    for _ in range(400):
+        load = StepLoad(rng.randrange(1, 256), rng.randrange(0, 60000), 8)
+        noise = rng.gauss(0, 0.001) + (0.5 if rng.random() < 0.02 else 0.0)
+        model.observe(load, BASE_S + TOKEN_S * load.num_tokens + 10 * KEY_S * load.kv_read + noise)
+    assert model.base_s == pytest.approx(BASE_S, abs=0.004)
+    assert model.token_s == pytest.approx(TOKEN_S, rel=0.05)
+    assert model.key_s == pytest.approx(10 * KEY_S, rel=0.1)
+
+
+def test_the_model_stays_finite_when_steps_are_all_alike() -> None:
+    model = StepTimeModel()
+    for _ in range(5000):
+        model.observe(StepLoad(8, 800, 8), 0.03)
+    assert model.predict(StepLoad(8, 800, 8)) == pytest.approx(0.03, rel=1e-3)
+    assert 0 <= model.base_s <= 0.03
