@@ -18,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
 )
 jobs.register(app)
 status.register(app)

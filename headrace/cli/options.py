@@ -25,7 +25,7 @@ def serve(cls: type[S], run: Callable[[S], int], *, prog: str, description: str)
     A setting, model or server that cannot be used ends it with one line and status 2.
     """
     # Plain help: rich's columns cut long flags and variables short.
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_show_locals=False)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(help=description)(settings_command(cls, run))
     app(prog_name=prog)
     sys.exit(0)
