@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
 
 from headrace import PROTOCOL_VERSION, __version__
 from headrace.config import ConfigError, WorkerSettings, parse_memory
+from worker import simulated
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.scheduler import Scheduler
-from worker.model.loader import LoadedModel, load
-from worker.model.runner import ModelRunner
 from worker.queue.intake import ServedModel
 from worker.text.codec import TextCodec, load_tokenizer
+
+if TYPE_CHECKING:
+    from worker.model.loader import LoadedModel
 
 log = structlog.get_logger("headrace.worker")
 
@@ -32,6 +35,33 @@ class Built:
 
 def build(settings: WorkerSettings) -> Built:
     """Loads the model and sizes the KV cache. Raises ModelError and ConfigError, each one line."""
+    rehearsed = simulated.parse(settings.model or "")
+    return build_simulated(settings, rehearsed) if rehearsed else build_real(settings)
+
+
+def build_simulated(settings: WorkerSettings, model: simulated.SimulatedModel) -> Built:
+    codec = simulated.make_codec()
+    num_blocks = settings.num_kv_blocks or 1024
+    runner = simulated.SimulatedRunner(model, codec)
+    scheduler = Scheduler(engine_config(settings, model.max_model_len, num_blocks))
+    served = ServedModel(
+        name=settings.model_name,
+        aliases=frozenset({settings.pool, simulated.NAME}),
+        codec=codec,
+        eos_ids=frozenset({256}),
+        vocab_size=codec.vocab_size,
+        max_model_len=model.max_model_len,
+        fingerprint=simulated.NAME,
+    )
+    card = fixed_card(settings, served, num_blocks) | {"device": "none", "exact": 1}
+    return Built(Engine(scheduler, runner, time.monotonic), served, card)
+
+
+def build_real(settings: WorkerSettings) -> Built:
+    # Imported late: a rehearsal needs no torch.
+    from worker.model.loader import load
+    from worker.model.runner import ModelRunner
+
     loaded = load(
         settings.model,
         device=settings.device,
@@ -48,7 +78,7 @@ def build(settings: WorkerSettings) -> Built:
         block_size=settings.block_size,
         encode_bad_word=lambda word: spellings(codec, word),
     )
-    scheduler = Scheduler(engine_config(settings, loaded, num_blocks))
+    scheduler = Scheduler(engine_config(settings, loaded.max_model_len, num_blocks))
     served = ServedModel(
         name=settings.model_name,
         aliases=frozenset({settings.pool, loaded.name}),
@@ -58,7 +88,9 @@ def build(settings: WorkerSettings) -> Built:
         max_model_len=loaded.max_model_len,
         fingerprint=loaded.fingerprint,
     )
-    return Built(Engine(scheduler, runner, time.monotonic), served, fixed_card(settings, loaded, num_blocks))
+    card = fixed_card(settings, served, num_blocks)
+    card |= {"checkpoint": loaded.name, "exact": int(loaded.exact), "device": str(loaded.device)}
+    return Built(Engine(scheduler, runner, time.monotonic), served, card)
 
 
 def num_kv_blocks(settings: WorkerSettings, loaded: LoadedModel) -> int:
@@ -95,12 +127,12 @@ def _free_bytes(loaded: LoadedModel) -> int:
     return 1 << 33
 
 
-def engine_config(settings: WorkerSettings, loaded: LoadedModel, num_blocks: int) -> EngineConfig:
+def engine_config(settings: WorkerSettings, max_model_len: int, num_blocks: int) -> EngineConfig:
     wait_s = settings.batch_wait_ms / 1000 if settings.batching == "dynamic" else STATIC_WAIT_S
     return EngineConfig(
         num_blocks=num_blocks,
         block_size=settings.block_size,
-        max_model_len=loaded.max_model_len,
+        max_model_len=max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         batching=settings.batching,
@@ -112,15 +144,12 @@ def engine_config(settings: WorkerSettings, loaded: LoadedModel, num_blocks: int
     )
 
 
-def fixed_card(settings: WorkerSettings, loaded: LoadedModel, num_blocks: int) -> dict[str, str | int]:
+def fixed_card(settings: WorkerSettings, model: ServedModel, num_blocks: int) -> dict[str, str | int]:
     return {
         "worker": settings.worker_id,
-        "model": settings.model_name,
-        "checkpoint": loaded.name,
-        "fingerprint": loaded.fingerprint,
-        "exact": int(loaded.exact),
-        "device": str(loaded.device),
-        "max_model_len": loaded.max_model_len,
+        "model": model.name,
+        "fingerprint": model.fingerprint,
+        "max_model_len": model.max_model_len,
         "block_size": settings.block_size,
         "num_blocks": num_blocks,
         "batching": settings.batching,

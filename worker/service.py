@@ -55,6 +55,7 @@ class WorkerService:
         self._report: StepReport | None = None
         self._draining = asyncio.Event()
         self._fatal: BaseException | None = None
+        self._told_ready = False
         self._checks: set[asyncio.Task[None]] = set()
         self._publisher = Publisher(
             self._scripts, retention_ms=settings.retention_ms, on_outcomes=self._settle
@@ -241,6 +242,12 @@ class WorkerService:
         if self._report is not None:
             stats = self._report.stats
             await self._card.write({"held": len(self._jobs), **card_numbers(stats)})
+            self._tell_ready()
+
+    def _tell_ready(self) -> None:
+        if not self._told_ready:
+            log.info("worker_ready", worker=self._settings.worker_id, pool=self._settings.pool)
+        self._told_ready = True
 
     async def _reap(self) -> None:
         await self._scripts.reap(retention_ms=self._settings.retention_ms)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import cast
 
 import msgspec
 import structlog
@@ -16,10 +17,10 @@ from redis.asyncio import Redis
 from headrace.errors import HeadraceError
 from headrace.keys import Keys
 from headrace.log import read_log
-from headrace.messages import CLASSES, Job, SamplingParams
+from headrace.messages import CLASSES, Job, JobClass, SamplingParams
 from headrace.script_types import Claimed, ClaimItem, Entry, HeldJob
 from headrace.scripts import Scripts
-from headrace.submission import Limits, job_id_of, parse_entry
+from headrace.submission import Limits, NewerVersion, job_id_of, parse_entry
 from worker.engine.request import Request
 from worker.queue.job import RunningJob
 from worker.queue.recovery import rebuild
@@ -113,7 +114,7 @@ class Intake:
             unread = Job(
                 id=job_id,
                 pool=self._keys.pool,
-                job_class=entry.job_class,
+                job_class=cast(JobClass, entry.job_class),
                 entry_id=entry.entry_id,
                 prompt="",
             )
@@ -135,7 +136,7 @@ class Intake:
         except HeadraceError as refusal:
             log.info("job_refused", job=job.id, code=refusal.code, field=refusal.field)
             running = self._running(job, claim, prompt_ids)
-            running.fail(refusal)
+            running.fail(refusal, undecodable=isinstance(refusal, NewerVersion) or refusal.field == "body")
             return Admitted(held, running, None, claimed_at_s)
         except Exception:
             log.exception("intake_failed", job=job.id)

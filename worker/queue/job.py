@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from headrace.errors import HeadraceError
 from headrace.messages import (
@@ -26,9 +26,12 @@ LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot say
 
 
 class TextPiece(Protocol):
-    text: str
-    finished: bool
-    stop: str | None
+    @property
+    def text(self) -> str: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def stop(self) -> str | None: ...
 
 
 class TextStreamLike(Protocol):
@@ -169,20 +172,28 @@ class RunningJob:
         if all(c.finished for c in self.choices):
             self._end("done", None)
 
-    def fail(self, error: HeadraceError) -> None:
-        """Ends the job as failed; what was said so far stays in its result."""
-        self._end("failed", error)
+    def fail(self, error: HeadraceError, *, undecodable: bool = False) -> None:
+        """Ends the job as failed; what was said so far stays in its result.
+
+        `undecodable` also keeps the raw entry, for a program that can read it.
+        """
+        self._end("failed", error, undecodable)
 
     def cancel(self) -> None:
         """Ends the job as cancelled, with the tokens so far."""
         self._end("cancelled", None)
 
-    def _end(self, status: str, error: HeadraceError | None) -> None:
+    def _end(
+        self,
+        status: Literal["done", "failed", "cancelled"],
+        error: HeadraceError | None,
+        undecodable: bool = False,
+    ) -> None:
         if self.ended:
             return
         usage, wire_error = self.usage(), error.to_wire() if error else None
-        self._add(End(seq=self._next_seq, status=status, usage=usage, error=wire_error))  # type: ignore[arg-type]
-        self._final = Final(status=status, usage=usage, result=self._result(), error=wire_error)
+        self._add(End(seq=self._next_seq, status=status, usage=usage, error=wire_error))
+        self._final = Final(status, usage, self._result(), wire_error, undecodable)
 
     def usage(self) -> Usage:
         completion = sum(len(c.ids) for c in self.choices)
