@@ -1,6 +1,6 @@
-// Ask a question from Go, and print the answer as it comes.
+// Send a prompt from Go, and print the answer as it comes.
 //
-//	go mod init ask && go get github.com/redis/go-redis/v9 && go run ask.go "Why is the sky blue?"
+//	go mod init ask && go get github.com/redis/go-redis/v9 && go run ask.go "The sky is blue because"
 package main
 
 import (

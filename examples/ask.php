@@ -1,7 +1,7 @@
 <?php
-// Ask a question from PHP (extension phpredis), and print the answer as it comes.
+// Send a prompt from PHP (extension phpredis), and print the answer as it comes.
 //
-//   php examples/ask.php "Why is the sky blue?"
+//   php examples/ask.php "The sky is blue because"
 
 declare(strict_types=1);
 

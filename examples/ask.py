@@ -1,6 +1,6 @@
-"""Ask a question with the plain `redis` package (no Headrace installed), and print the answer as it comes.
+"""Send a prompt with the plain `redis` package (no Headrace installed), and print the answer as it comes.
 
-python examples/ask.py "Why is the sky blue?"
+python examples/ask.py "The sky is blue because"
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Ask a question with nothing but redis-cli, and print the answer as it comes.
+# Send a prompt with nothing but redis-cli, and print the answer as it comes.
 #
-#   examples/ask.sh "Why is the sky blue?" [max_tokens]
+#   examples/ask.sh "The sky is blue because" [max_tokens]
 #   REDIS_CLI="redis-cli -h db -p 6379" POOL=smollm2 examples/ask.sh "…"
 set -euo pipefail
 prompt=${1:?usage: ask.sh PROMPT [MAX_TOKENS]}

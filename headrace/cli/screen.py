@@ -33,10 +33,11 @@ class Screen:
 def try_it(redis_url: str, gateway_url: str, pool: str, *, needs_key: bool) -> str:
     """Commands that work as they stand, for redis-cli and curl."""
     keys, cli = Keys(pool), redis_cli(redis_url)
-    add = f"{cli} XADD '{keys.queue('normal')}' '*' prompt '{PROMPT}' max_tokens 48"
+    messages = f'[{{"role": "user", "content": "{PROMPT}"}}]'
+    add = f"{cli} XADD '{keys.queue('normal')}' '*' messages '{messages}' max_tokens 48"
     follow = f"{cli} XREAD BLOCK 0 STREAMS '{keys.log('normal-')}'$id 0"
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
-    body = f'{{"model": "{pool}", "stream": true, "messages": [{{"role": "user", "content": "{PROMPT}"}}]}}'
+    body = f'{{"model": "{pool}", "stream": true, "messages": {messages}}}'
     curl = f"curl -N {gateway_url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     lines = [
         f"Ready. Pool {pool}: {redact_url(redis_url)} and {gateway_url}/v1. Ctrl-C ends all. Try:",

@@ -130,6 +130,7 @@ class Stack:
             "HEADRACE_REDIS_URL": self._redis_url,
             "HEADRACE_POOL": self._plan.worker.pool,
             "HEADRACE_LOG_LEVEL": self._plan.worker.log_level,
+            "TQDM_DISABLE": "1",  # bars of several processes in one terminal are noise
         }
 
     def _wait_for(self, what: str, is_ready: Callable[[], bool]) -> None:

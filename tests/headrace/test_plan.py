@@ -74,7 +74,7 @@ def test_redis_cli_reaches_the_url_without_its_password(url: str, command: str) 
 def test_the_commands_to_paste_are_shell() -> None:
     text = try_it("redis://:secret@127.0.0.1:7379/0", "http://127.0.0.1:8080", "p", needs_key=True)
     assert "secret" not in text
-    assert "XADD 'hr:{p}:q:normal' '*' prompt" in text
+    assert "XADD 'hr:{p}:q:normal' '*' messages" in text
     assert "$KEY" in text
     for line in text.splitlines()[1:]:
         shlex.split(line)
