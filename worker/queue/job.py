@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -90,6 +91,7 @@ class RunningJob:
         self._model_name = model_name
         self._next_seq = last_seq + 1
         self._events: list[Event] = []
+        self._ahead: list[deque[TokenOutput | FinishedOutput]] = [deque() for _ in choices]
         self._final: Final | None = None
         self._prompt_logprobs = prompt_logprobs
         self._first_event_sent = last_seq > 0
@@ -99,20 +101,33 @@ class RunningJob:
         """Whether the terminal event has been made; nothing follows it."""
         return self._final is not None
 
-    def absorb(self, output: Output) -> int | None:
-        """Takes one engine output. Returns the choice that a stop string has ended, if any."""
+    def absorb(self, output: Output) -> list[int]:
+        """Takes one engine output. Returns the choices that a stop string has ended.
+
+        The log is the same whatever the schedule was: token p of every choice comes before any token p + 1,
+        in the order of the choices. What a choice has computed ahead of its turn waits here.
+        """
         if self.ended:
-            return None
+            return []
         if isinstance(output, FailedOutput):
             self.fail(output.error)
-            return None
-        choice = self.choices[output.choice]
-        if choice.finished:
-            return None  # computed before the engine heard that a stop string had ended it
-        if isinstance(output, FinishedOutput):
-            self._close_choice(choice, output.finish, output.stop_token, choice.text_stream.finish())
-            return None
-        return choice.index if self._absorb_token(choice, output) else None
+            return []
+        self._ahead[output.choice].append(output)
+        stopped = []
+        while (choice := self._whose_turn()) is not None and self._ahead[choice.index]:
+            if self._say(choice, self._ahead[choice.index].popleft()):
+                stopped.append(choice.index)
+        return stopped
+
+    def _whose_turn(self) -> ChoiceState | None:
+        live = (c for c in self.choices if not c.finished)
+        return min(live, key=lambda c: len(c.ids), default=None)  # the first of those with fewest
+
+    def _say(self, choice: ChoiceState, output: TokenOutput | FinishedOutput) -> bool:
+        if isinstance(output, TokenOutput):
+            return self._absorb_token(choice, output)
+        self._close_choice(choice, output.finish, output.stop_token, choice.text_stream.finish())
+        return False
 
     def _absorb_token(self, choice: ChoiceState, output: TokenOutput) -> bool:
         if not self._first_event_sent:

@@ -55,9 +55,8 @@ class RunningJobs:
             if running is None:
                 continue
             touched[output.request_id] = running
-            stopped_choice = running.absorb(output)
-            if stopped_choice is not None:
-                self._send(AbortRequest(output.request_id, stopped_choice))
+            for choice in running.absorb(output):
+                self._send(AbortRequest(output.request_id, choice))
         self._publish(touched.values())
 
     def settle(self, items: Sequence[EmitItem], outcomes: Sequence[EmitOutcome]) -> None:
