@@ -79,6 +79,16 @@ def _score(part: SequencePlan) -> tuple[ScoredToken, ...]:
     return tuple(ScoredToken(token, -1.0) for token in [*part.token_ids[1:], *following])
 
 
+class QuickRunner:
+    """Draws the same token for all: when only the scheduling counts."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult({p.seq_id: ScoredToken(1, 0.0) for p in plan.sequences if p.sample})
+
+    def forget(self, seq_id: int) -> None:
+        pass
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -200,6 +210,11 @@ def expected(request: Request, choice: int = 0, room: int = 10**6) -> list[int]:
 @pytest.fixture
 def bench() -> Callable[..., Bench]:
     return Bench
+
+
+@pytest.fixture
+def quick_runner() -> QuickRunner:
+    return QuickRunner()
 
 
 @pytest.fixture

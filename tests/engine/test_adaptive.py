@@ -41,7 +41,7 @@ class TimedRunner:
 
 
 class Simulation:
-    """Short, long, short prompts at saturation: 100, 25 and 100 requests of 30 tokens each."""
+    """Short, long, short prompts at saturation: 60, 15 and 60 requests of 30 tokens each."""
 
     def __init__(self, bench: Make, noise_s: float = 0.0, **config: Any) -> None:
         runner = TimedRunner(noise_s, seed=4)
@@ -53,7 +53,7 @@ class Simulation:
         self.durations = runner.durations
         self.budgets: list[int] = []
         self.phases: list[int] = [0]
-        for prompt, count in ((30, 100), (800, 25), (30, 100)):
+        for prompt, count in ((30, 60), (800, 15), (30, 60)):
             self._phase(prompt, count)
             self.phases.append(len(self.budgets))
 

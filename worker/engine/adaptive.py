@@ -49,11 +49,11 @@ class AdaptiveBudget:
 
     def explain(self) -> str:
         """The choice in one line, for logs and metrics."""
-        limits, model = self.limits(), self.model
+        limits, base_ms, slope_ms = self.limits(), self.model.base_s * 1e3, self._slope_s() * 1e3
         goal = "throughput" if self._target_s is None else f"{self._target_s * 1e3:.0f} ms a step"
         return (
             f"{goal}: {limits.num_tokens} tokens, {limits.num_seqs} sequences, "
-            f"from {model.base_s * 1e3:.2f} ms + {self._slope_s() * 1e3:.4f} ms a token at {self._keys_per_token:.0f} keys each"
+            f"from {base_ms:.2f} ms + {slope_ms:.4f} ms a token at {self._keys_per_token:.0f} keys each"
         )
 
     def _proposal(self) -> float:

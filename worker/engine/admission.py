@@ -71,16 +71,17 @@ class Admission:
         return min(seq.max_tokens - done, expected * min(1.0, (seq.preemptions + 1) / CAUTION))
 
     def peak_blocks(
-        self, running: Iterable[Sequence], candidate: Sequence | None = None, take: int = 0
+        self, running: Iterable[Sequence], used: int, candidate: Sequence | None = None, take: int = 0
     ) -> float:
-        """The most blocks in use at one time if each choice ends after its reserve; the candidate starts
-        with `take`.
+        """The most blocks in use at one time if each choice ends after its reserve.
+
+        `used` is what the running ones hold together now, `take` what the candidate starts with.
 
         After the "past-future" scheduler of LightLLM: only the moments when one ends can be the peak.
         """
         sizes = [(self.reserve(s), len(s.table)) for s in running]
         held = sum(blocks for _, blocks in sizes) or 1
-        scale = self._pool.num_used / held  # shared blocks count once
+        scale = used / held  # shared blocks count once
         ends = [(left, blocks * scale) for left, blocks in sizes]
         if candidate is not None:
             ends.append((self.reserve(candidate), take))
@@ -95,4 +96,4 @@ class Admission:
         """Whether its blocks are there now and the expected peak with it stays within the pool."""
         if take > self._pool.num_free:
             return False
-        return self.peak_blocks(running, seq, take) <= self._pool.num_blocks
+        return self.peak_blocks(running, self._pool.num_used, seq, take) <= self._pool.num_blocks

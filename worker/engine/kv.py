@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from worker.engine.blocks import BlockPool
@@ -72,6 +73,10 @@ class KvManager:
         """Give back all blocks; the sequence is as if nothing of it had been computed."""
         self.prefix.release(seq.chain, seq.table)
         seq.release()
+
+    def freed_by(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that nobody else holds: those that come free if these sequences go."""
+        return sum(self.pool.refs(block) == 1 for seq in sequences for block in seq.table)
 
     def _find_hit(self, seq: Sequence) -> Placement:
         found: list[CachedBlock] = []

@@ -141,11 +141,13 @@ class Planner:
         pool = self._kv.pool
         gone = set(victims)
         rest = [s for s in self._roster.running if s not in gone]
-        freed = sum(pool.refs(block) == 1 for victim in victims for block in victim.table)
+        freed = self._kv.freed_by(victims)
         take = self._kv.find(seq).take
         if take > pool.num_free + freed:
             return False
-        return not rest or self._admission.peak_blocks(rest, seq, take) <= pool.num_blocks
+        if not rest:
+            return True
+        return self._admission.peak_blocks(rest, pool.num_used - freed, seq, take) <= pool.num_blocks
 
     def _fits(self, seq: Sequence, where: Placement) -> bool:
         running = self._roster.running

@@ -49,7 +49,7 @@ class Scheduler:
         self._in_flight: dict[int, tuple[list[tuple[Sequence, int]], StepLoad]] = {}
         self._deadlines: list[tuple[float, int, Group]] = []
         self._last_load = StepLoad(0, 0, 0)
-        self._step = self._order = self._last_seq_id = 0
+        self._step = self._order = self._last_seq_id = self._step_used = 0
 
     @property
     def has_work(self) -> bool:
@@ -93,6 +93,7 @@ class Scheduler:
             return None
         load = chunks.load()
         plan, sequences = chunks.seal(self._step)
+        self._step_used = self.pool.num_used
         self._in_flight[plan.step] = ([(seq, seq.epoch) for seq in sequences], load)
         self._step += 1
         return plan
@@ -138,12 +139,14 @@ class Scheduler:
         slots = self.config.max_num_seqs - taken
         kept = [s for s in roster.running if s.group.request.priority <= priority]
         wanted = sum(self.pool.blocks_for(seq.num_tokens) for seq in roster.waiting)
-        blocks = self.pool.num_blocks - self.admission.peak_blocks(kept) - wanted
+        used = self.pool.num_used - self.kv.freed_by(lower)
+        blocks = self.pool.num_blocks - self.admission.peak_blocks(kept, used) - wanted
         return max(0, slots), max(0, int(blocks) * self.pool.block_size)
 
     def stats(self) -> EngineStats:
         roster, pool = self.roster, self.pool
         limits = self.budget.limits()
+        used = self._step_used if len(roster.running) else pool.num_used
         return EngineStats(
             step=self._step,
             running=len(roster.running),
@@ -153,7 +156,7 @@ class Scheduler:
             num_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
             cached_blocks=self.kv.prefix.num_cached,
-            kv_utilisation=pool.num_used / pool.num_blocks,
+            kv_utilisation=used / pool.num_blocks,
             token_budget=limits.num_tokens,
             seq_budget=limits.num_seqs,
             budget_reason=self.budget.explain(),

@@ -34,7 +34,7 @@ class EngineStats:
     num_blocks: int
     free_blocks: int  # cached ones included
     cached_blocks: int  # findable, in use or free
-    kv_utilisation: float
+    kv_utilisation: float  # while the last step ran
     token_budget: int
     seq_budget: int
     budget_reason: str
