@@ -132,6 +132,36 @@ def test_nested_prefixes_give_the_same_with_and_without_the_cache(
         assert (b.engine.stats().prefix_hit_tokens > 0) is enabled
 
 
+def test_a_burst_with_a_common_prefix_computes_it_once(bench: Make, solo: Make, request_of: Make) -> None:
+    prefix = [(i * 7) % 50 for i in range(120)]
+    requests = [request_of(f"r{i}", [*prefix, i, i + 1], 5, seed=i) for i in range(8)]
+    computed = {}
+    for wait in (64, 0):
+        b = bench(num_blocks=400, max_num_batched_tokens=48, prefix_wait_tokens=wait)
+        for r in requests:
+            b.engine.add(r)
+        b.drain()
+        assert all(b.tokens[r.request_id, 0] == solo(r) for r in requests)
+        computed[wait] = b.engine.stats().computed_tokens
+    assert computed[64] <= 122 + 7 * 2 + 8 * 5 + 64  # less than 64 tokens are not worth a wait
+    assert computed[0] > 2 * computed[64]
+
+
+def test_waiting_for_a_prefix_ends_when_its_owner_leaves(bench: Make, solo: Make, request_of: Make) -> None:
+    prefix = list(range(50)) * 4
+    b = bench(num_blocks=400, max_num_batched_tokens=32)
+    first, second = request_of("a", [*prefix, 1], 3), request_of("b", [*prefix, 2], 3)
+    b.engine.add(first)
+    b.engine.add(second)
+    b.step()
+    b.step()
+    assert [p.seq_id for p in b.runner.plans[-1].sequences] == [1]
+    b.engine.abort("a")
+    b.drain()
+    assert b.tokens["b", 0] == solo(second)
+    assert b.first["b"].cached_tokens == 64
+
+
 def test_hits_are_only_within_a_tenant(bench: Make) -> None:
     b = bench()
     prompt = list(range(20))

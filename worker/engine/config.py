@@ -23,6 +23,9 @@ class EngineConfig:
     ageing_s: float = 30.0  # waiting that is worth one class
     prefix_cache: bool = True
     prefix_hash_bytes: int = 32  # fewer only to test that collisions do no harm
+    prefix_wait_tokens: int = (
+        64  # wait for a prefix of this length that a running sequence computes; 0: never
+    )
     max_preemptions: int = 3  # after that a sequence keeps its blocks
     max_passes: int = 64  # times later ones may be admitted before one that does not fit
     adaptive: bool = False  # choose tokens and sequences of a step from measured step times: see budget.py

@@ -20,6 +20,7 @@ class Placement:
     take: int  # blocks that leave the free list: new ones and revived ones
     copy_source: int | None = None  # the partial block at position num_computed, still somebody else's
     hit_tokens: int = 0  # found in the prefix cache
+    coming_tokens: int = 0  # that follow the hit and are being computed by a running sequence
 
 
 @dataclass(slots=True)
@@ -30,6 +31,9 @@ class KvManager:
     prefix: PrefixCache
     queried_tokens: int = field(default=0, init=False)
     hit_tokens: int = field(default=0, init=False)
+    _computing: dict[bytes, Sequence] = field(
+        default_factory=dict, init=False
+    )  # by keys of blocks to publish
 
     def find(self, seq: Sequence) -> Placement:
         """The better of a prefix hit and, for a further choice of a computed prompt, a fork."""
@@ -46,7 +50,10 @@ class KvManager:
         need = self.pool.blocks_for(seq.num_tokens) - len(where.shared)
         seq.table = [*where.shared, *self.pool.allocate(need)]
         seq.num_computed = seq.num_planned = where.num_computed
-        self._chain(seq).links.extend(where.links)
+        chain = self._chain(seq)
+        chain.links.extend(where.links)
+        for key in chain.keys[len(where.links) :]:
+            self._computing.setdefault(key, seq)
         self.queried_tokens += seq.num_tokens
         self.hit_tokens += where.hit_tokens
         if where.copy_source is None:
@@ -67,12 +74,23 @@ class KvManager:
         if chain is None or num_full <= len(chain.links) or not self.prefix.enabled:
             return
         self._extend(chain, seq, num_full)
+        self._computed(seq, chain.keys[len(chain.links) : num_full])
         self.prefix.publish(chain, seq.table, num_full)
 
     def release(self, seq: Sequence) -> None:
         """Give back all blocks; the sequence is as if nothing of it had been computed."""
+        if seq.chain is not None:
+            self._computed(seq, seq.chain.keys[len(seq.chain.links) :])
         self.prefix.release(seq.chain, seq.table)
         seq.release()
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise RuntimeError if a block is lost, wrongly held, wrongly cached or wrongly expected."""
+        live = list(sequences)
+        self.pool.check_integrity(seq.table for seq in live)
+        self.prefix.check_integrity()
+        if any(seq not in live or not seq.table for seq in self._computing.values()):
+            raise RuntimeError("a block is expected of a sequence that does not run")
 
     def freed_by(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that nobody else holds: those that come free if these sequences go."""
@@ -80,15 +98,29 @@ class KvManager:
 
     def _find_hit(self, seq: Sequence) -> Placement:
         found: list[CachedBlock] = []
+        coming = 0
         if self.prefix.enabled and not seq.group.score_prompt:
             last = (seq.num_tokens - 1) // self.pool.block_size  # one token at least is always computed
             chain = self._chain(seq)
             self._extend(chain, seq, last)
             found = self.prefix.match(chain, last)
+            coming = self._count_coming(chain.keys[len(found) : last])
         blocks = tuple(entry.block for entry in found)
         computed = len(blocks) * self.pool.block_size
         links = tuple(entry.uid for entry in found)
-        return Placement(blocks, links, computed, self._take(seq, blocks), hit_tokens=computed)
+        take = self._take(seq, blocks)
+        return Placement(blocks, links, computed, take, hit_tokens=computed, coming_tokens=coming)
+
+    def _count_coming(self, keys: list[bytes]) -> int:
+        """Tokens of the leading blocks that will be published soon."""
+        count = next((i for i, key in enumerate(keys) if key not in self._computing), len(keys))
+        return count * self.pool.block_size
+
+    def _computed(self, seq: Sequence, keys: list[bytes]) -> None:
+        """These blocks are published, or will not be."""
+        for key in keys:
+            if self._computing.get(key) is seq:
+                del self._computing[key]
 
     def _donor(self, seq: Sequence) -> Sequence | None:
         if not seq.group.prompt_done or len(seq.prompt_ids) < 2:

@@ -11,6 +11,7 @@ from worker.engine.policy import order_key
 from worker.engine.request import Sequence
 from worker.engine.roster import Roster
 
+PATIENT = 32  # places in the queue in which a sequence may wait for a prefix that is being computed
 LOOKAHEAD = 4  # waiting sequences that do not fit and may be passed in one step
 
 
@@ -94,6 +95,9 @@ class Planner:
         blocked: list[Sequence] = []
         while quota > 0 and chunks.left and index < len(roster.waiting) and len(blocked) < LOOKAHEAD:
             seq = roster.waiting[index]
+            if index < PATIENT and len(roster.running) < num_seqs and self._is_better_later(seq):
+                index += 1
+                continue
             where = self._make_room(seq, num_seqs, chunks)
             if where is None:
                 if seq.passed >= self._config.max_passes:
@@ -105,6 +109,11 @@ class Planner:
             quota -= 1
             for other in blocked:
                 other.passed += 1
+
+    def _is_better_later(self, seq: Sequence) -> bool:
+        """Whether a running sequence is computing a good part of this prompt: soon it is a prefix hit."""
+        least = self._config.prefix_wait_tokens
+        return 0 < least <= self._kv.find(seq).coming_tokens
 
     def _start(self, seq: Sequence, where: Placement, chunks: Chunks) -> None:
         chunks.copy(seq, self._roster.admit(seq, where))

@@ -170,8 +170,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if any block is lost, held twice by mistake, or wrongly cached."""
-        self.pool.check_integrity(seq.table for seq in self._sequences())
-        self.kv.prefix.check_integrity()
+        self.kv.check_integrity(self._sequences())
         if not self.roster.groups and self.pool.num_used:
             raise RuntimeError(f"{self.pool.num_used} blocks are in use by nobody")
 
