@@ -22,6 +22,7 @@ from typing import IO, BinaryIO, NoReturn
 from headrace.config import default_cache_dir
 
 DEMO = "demo"
+SIMULATED = "simulated"  # step times instead of weights: `simulated` or `simulated:option=value,…`
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w./-]+)?")
 # No pickles: weights come as safetensors only.
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]

@@ -51,7 +51,7 @@ def pool_of(model: str | None) -> str:
     """A pool named after the model, so that another model does not get the jobs meant for the first."""
     if not model or model == DEMO:
         return "smollm2"
-    name = Path(model.partition("@")[0]).name.removesuffix(".gguf").lower()
+    name = Path(re.split("[@:]", model)[0]).name.removesuffix(".gguf").lower()
     return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-")[:64] or "model"
 
 

@@ -25,7 +25,7 @@ from headrace.cli.screen import Screen, try_it
 from headrace.config import WorkerSettings, redact_url
 from headrace.embedded import EmbeddedRedis
 from headrace.keys import Keys
-from headrace.models import ModelError, resolve_model
+from headrace.models import SIMULATED, ModelError, resolve_model
 
 POLL_S = 0.1
 EXTRA_DRAIN_S = 10.0
@@ -74,7 +74,7 @@ class Stack:
 
     def _start(self) -> None:
         began_s = time.monotonic()
-        model = str(resolve_model(self._plan.worker.model, self._plan.worker.cache_dir))
+        model = self._model()
         self._start_redis()
         self._children = self._make_children(model)
         for child in self._children:
@@ -87,6 +87,13 @@ class Stack:
         needs_key = bool(self._plan.gateway.api_keys) and not self._plan.gateway.allow_anonymous
         urls = (self._redis_url, self._plan.gateway_url)
         self._screen.say(try_it(*urls, self._plan.worker.pool, needs_key=needs_key))
+
+    def _model(self) -> str:
+        """A path, so that all workers load the same files."""
+        name = self._plan.worker.model
+        if name and name.partition(":")[0] == SIMULATED:
+            return name
+        return str(resolve_model(name, self._plan.worker.cache_dir))
 
     def _start_redis(self) -> None:
         if not self._plan.own_redis:

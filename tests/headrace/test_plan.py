@@ -15,6 +15,7 @@ from headrace.config import ConfigError
         ("demo", "smollm2"),
         ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b-instruct"),
         ("org/name@main", "name"),
+        ("simulated:step_ms=5", "simulated"),
         ("/models/My Model (1).gguf", "my-model-1"),
         ("/models/llama/", "llama"),
         ("...", "..."),
