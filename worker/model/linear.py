@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from worker.model.threads import torch_threads
+
 MAX_ROWS = 512
 ROW_PADDINGS = (2, 4, 8, 16)
 PROBED_ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 17, 33)
@@ -78,17 +80,19 @@ class ExactLinear(nn.Module):
         return rows.view(*x.shape[:-1], self.out_features)
 
 
-def row_counts_agree(product: Product, in_features: int) -> bool:
-    """Whether rows have the same bits alone, at another place and among many, for a handful of row counts."""
+def row_counts_agree(product: Product, in_features: int, threads: int) -> bool:
+    """Whether rows have the same bits alone and among many, at any place, on one thread and on `threads`."""
     generator = torch.Generator().manual_seed(in_features)
     x = torch.randn(max(PROBED_ROW_COUNTS) + 1, in_features, generator=generator)
-    whole = product(x)
+    with torch_threads(1):
+        whole = product(x)
     counts = PROBED_ROW_COUNTS if whole.shape[1] < _WIDE else PROBED_ROW_COUNTS[:8:2]
-    return all(
-        torch.equal(product(x[at : at + n].contiguous()), whole[at : at + n])
-        for n in counts
-        for at in (0, x.shape[0] - n)
-    )
+    with torch_threads(threads):
+        return all(
+            torch.equal(product(x[at : at + n].contiguous()), whole[at : at + n])
+            for n in counts
+            for at in (0, x.shape[0] - n)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,9 @@ class LinearReport:
         return not self.inexact
 
 
-def choose_product(weight: Tensor, bias: Tensor | None, min_rows: int | None) -> tuple[Product, int | None]:
+def choose_product(
+    weight: Tensor, bias: Tensor | None, min_rows: int | None, threads: int
+) -> tuple[Product, int | None]:
     """The product for a weight [out, in], and its row padding (None: no padding made its rows agree).
 
     `min_rows` is the padding already found for this shape, or None to search.
@@ -114,19 +120,22 @@ def choose_product(weight: Tensor, bias: Tensor | None, min_rows: int | None) ->
     product = PackedProduct(weight, bias)
     for padding in ROW_PADDINGS:
         product.min_rows = padding
-        if row_counts_agree(product, weight.shape[1]):
+        if row_counts_agree(product, weight.shape[1], threads):
             return product, padding
     return product, None
 
 
-def replace_linears(model: nn.Module) -> LinearReport:
-    """Replace every linear layer of a CPU fp32 model in place; each weight is freed once it is packed."""
+def replace_linears(model: nn.Module, threads: int) -> LinearReport:
+    """Replace every linear layer of a CPU fp32 model in place; each weight is freed once it is packed.
+
+    `threads`: how many the model will run on.
+    """
     paddings: dict[tuple[int, int], int | None] = {}
     replaced = 0
     for parent, name, layer in list(_linears(model)):
         weight = _weight_of(layer)
         shape = (weight.shape[0], weight.shape[1])
-        product, padding = choose_product(weight, _bias_of(layer), paddings.get(shape))
+        product, padding = choose_product(weight, _bias_of(layer), paddings.get(shape), threads)
         paddings[shape] = padding
         setattr(parent, name, ExactLinear(product, shape[1], shape[0], weight.dtype))
         replaced += 1

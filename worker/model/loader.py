@@ -18,6 +18,7 @@ from torch import nn
 from headrace.models import ModelError, resolve_model
 from worker.model.fingerprint import hash_weights, make_fingerprint
 from worker.model.kv import LayerShape
+from worker.model.threads import torch_threads
 from worker.model.vocabulary import eos_token_ids, tokenizer_vocab_size
 
 log = structlog.get_logger()
@@ -68,7 +69,9 @@ def load(
     name = _name_of(model)
     path = _find(model, cache_dir)
     where = _device(device)
-    with _one_line_errors(name), _calm(threads):
+    if threads:
+        torch.set_num_threads(threads)
+    with _one_line_errors(name), _uncollected():
         hf, folder = _load_plain(path, where, dtype, trust_remote_code, cache_dir)
         loaded = prepare(hf, name=name, folder=folder, device=where)
     log.info(
@@ -88,6 +91,7 @@ def prepare(hf: Any, *, name: str, folder: Path, device: torch.device) -> Loaded
     Raises UnsupportedModel or ModelError where its packed results are not those of transformers.
     """
     from worker.model import selftest
+    from worker.model.elementwise import align_activations
     from worker.model.linear import LinearReport, packing_available, replace_linears
     from worker.model.packed import PackedModel
 
@@ -97,19 +101,23 @@ def prepare(hf: Any, *, name: str, folder: Path, device: torch.device) -> Loaded
     max_len = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
     configs = (hf.config, config, getattr(hf, "generation_config", None))
     weights = hash_weights(hf)
-    reference = selftest.make_reference(hf, min(vocab_size, config.vocab_size), max_len, device)
+    threads = torch.get_num_threads()
+    with torch_threads(1):  # short prompts gain nothing from more
+        reference = selftest.make_reference(hf, min(vocab_size, config.vocab_size), max_len, device)
     linears = LinearReport("torch", 0, ((0, 0),))
     if device.type == "cpu" and packing_available():
-        linears = replace_linears(hf)
+        linears = replace_linears(hf, threads)
+        align_activations(hf)
     forward = PackedModel(hf, device)
     kv = selftest.self_test_cache(forward, dtype, device)
-    crowd = selftest.crowded_logits(forward, reference.prompts, kv)
+    with torch_threads(1):
+        crowd = selftest.crowded_logits(forward, reference.prompts, kv)
     error = selftest.disagreement(crowd, reference)
     if not error <= selftest.TOLERANCE[dtype]:
         raise ModelError(
             f"model {name}: packed logits differ from transformers' own by {error:.2g}; not supported"
         )
-    exact = linears.exact and selftest.bits_agree(forward, reference.prompts, kv, crowd)
+    exact = linears.exact and selftest.bits_agree(forward, reference.prompts, kv, crowd, threads)
     if not exact:
         log.warning("results may depend on the batch", model=name, shapes=linears.inexact)
     kernels = (linears.backend, "tiles64", "exact" if exact else "inexact")
@@ -239,15 +247,13 @@ def _quiet_transformers() -> None:
 
 
 @contextlib.contextmanager
-def _calm(threads: int | None) -> Iterator[None]:
-    """Load on one thread and without garbage collection, which is quicker; `threads` are for afterwards."""
-    threads, collecting = threads or torch.get_num_threads(), gc.isenabled()
-    torch.set_num_threads(1)
+def _uncollected() -> Iterator[None]:
+    """Garbage collection off: loading makes many objects that stay, and each collection walks them all."""
+    collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
         if collecting:
             gc.enable()
 

@@ -14,6 +14,7 @@ from worker.engine.plan import SamplePlan, SequencePlan, StepPlan
 from worker.model.inputs import build_inputs
 from worker.model.kv import KVCache
 from worker.model.packed import PackedModel
+from worker.model.threads import torch_threads
 
 BLOCK_SIZE = 16
 LENGTHS = (24, 7)
@@ -54,10 +55,13 @@ def disagreement(crowd: list[Tensor], reference: Reference) -> float:
 
 
 @torch.inference_mode()
-def bits_agree(forward: PackedModel, prompts: Sequence[list[int]], kv: KVCache, crowd: list[Tensor]) -> bool:
-    """Whether each prompt alone and whole gives the bits it gave in chunks amid others."""
+def bits_agree(
+    forward: PackedModel, prompts: Sequence[list[int]], kv: KVCache, crowd: list[Tensor], threads: int
+) -> bool:
+    """Whether each prompt alone and whole gives, on `threads`, the bits it gave in chunks amid others."""
     for i, prompt in enumerate(prompts):
-        alone = _run(forward, kv, [(i, prompt, 0)])
+        with torch_threads(threads):
+            alone = _run(forward, kv, [(i, prompt, 0)])
         if not torch.equal(alone[i], crowd[i]):
             return False
     return True

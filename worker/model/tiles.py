@@ -104,7 +104,7 @@ class TiledAttention:
         total = _add_ranks(p.sum(-1), tiles.counts, torch.add)
         if sinks is not None:
             total = total + (sinks - peak).exp()
-        mixed = torch.bmm(p.flatten(0, 1), v).view(num_tiles, kv_heads, padded.shape[2], -1)
+        mixed = _product(p.flatten(0, 1), v).view(num_tiles, kv_heads, padded.shape[2], -1)
         out = _add_ranks(mixed, tiles.counts, torch.add) / total.unsqueeze(-1)
         return out[:, :, :group].reshape(num_seqs, heads, -1)
 
@@ -133,7 +133,7 @@ class TiledAttention:
         for t, tile in enumerate(scores):
             p = tile.sub_(peak.unsqueeze(-1)).exp_()
             total += p.sum(-1)
-            out += torch.bmm(p, v[t])
+            out += _product(p, v[t])
         if sinks is not None:
             total = total + (sinks - peak).exp()
         out = (out / total.unsqueeze(-1)).view(kv_heads, -1, group, v.shape[-1])[:, :tokens]
@@ -164,9 +164,19 @@ class TiledAttention:
         return self._chunks[window]
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """bmm. A batch of one is computed as two halves, for torch would split its sums over the threads."""
+    if a.shape[0] > 1:
+        return torch.bmm(a, b)
+    rows = a.shape[1]
+    half = max(MIN_ROWS, -(-rows // 2))
+    halves = torch.nn.functional.pad(a, (0, 0, 0, 2 * half - rows)).view(2, half, -1)
+    return torch.bmm(halves, b.expand(2, -1, -1)).view(1, 2 * half, -1)[:, :rows]
+
+
 def _scores(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
     """q [n, rows, dim], k [n, 64, dim] → [n, rows, 64]"""
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(call.scale)
+    scores = _product(q, k.transpose(1, 2)).mul_(call.scale)
     if call.softcap is not None:
         scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
     return scores
