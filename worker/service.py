@@ -23,7 +23,7 @@ from headrace.scripts import Scripts, SyncScripts
 from headrace.submission import Limits
 from worker.engine.engine import Engine
 from worker.engine_thread import EngineThread, StepReport
-from worker.queue.card import REFRESH_S, Card, card_numbers
+from worker.queue.card import REFRESH_S, Card, Utilisation, card_numbers
 from worker.queue.claimer import Claimer
 from worker.queue.control import ControlChannel, EntryWatcher
 from worker.queue.intake import Intake, ServedModel
@@ -53,6 +53,7 @@ class WorkerService:
         self._sync_redis = connect_sync(settings.redis_url)
         self._scripts = Scripts(self._redis, self._keys)
         self._report: StepReport | None = None
+        self._utilisation = Utilisation()
         self._draining = asyncio.Event()
         self._fatal: BaseException | None = None
         self._told_ready = False
@@ -196,6 +197,7 @@ class WorkerService:
 
     def _handle_report(self, report: StepReport) -> None:
         self._report = report
+        self._utilisation.add(report.stats)
         self._jobs.absorb(report.outputs)
         if self._claimer.waiting and self._room()[0] > 0:
             self._claimer.wake()
@@ -241,7 +243,8 @@ class WorkerService:
     async def _write_card(self) -> None:
         if self._report is not None:
             stats = self._report.stats
-            await self._card.write({"held": len(self._jobs), **card_numbers(stats)})
+            held = {"held": len(self._jobs)}
+            await self._card.write(held | card_numbers(stats) | self._utilisation.sums())
             self._tell_ready()
 
     def _tell_ready(self) -> None:

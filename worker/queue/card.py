@@ -14,7 +14,7 @@ REFRESH_S = 2.0
 
 
 def card_numbers(stats: EngineStats) -> dict[str, str | int | float]:
-    """The engine's state as a card shows it. The four sums, divided in pairs, are utilisations over time."""
+    """The engine's state as a card shows it."""
     return {
         "step": stats.step,
         "running": stats.running,
@@ -32,6 +32,29 @@ def card_numbers(stats: EngineStats) -> dict[str, str | int | float]:
         "prefix_queried_tokens": stats.prefix_queried_tokens,
         "prefix_hit_tokens": stats.prefix_hit_tokens,
     }
+
+
+class Utilisation:
+    """Sums over steps: used divided by total, between two readings of the card, is the utilisation meanwhile."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._sums = dict.fromkeys(
+            ("slot_steps_used", "slot_steps_total", "kv_block_steps_used", "kv_block_steps_total"), 0
+        )
+
+    def add(self, stats: EngineStats) -> None:
+        """Counts each step once. A slot is used by a sequence that the step computed."""
+        if stats.step == self._step:
+            return
+        self._step = stats.step
+        self._sums["slot_steps_used"] += stats.last_step_seqs
+        self._sums["slot_steps_total"] += stats.max_num_seqs
+        self._sums["kv_block_steps_used"] += stats.num_blocks - stats.free_blocks
+        self._sums["kv_block_steps_total"] += stats.num_blocks
+
+    def sums(self) -> dict[str, int]:
+        return dict(self._sums)
 
 
 class Card:
