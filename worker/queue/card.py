@@ -35,7 +35,7 @@ def card_numbers(stats: EngineStats) -> dict[str, str | int | float]:
 
 
 class Utilisation:
-    """Sums over steps: used divided by total, between two readings of the card, is the utilisation meanwhile."""
+    """Sums over steps: used by total, between two readings of the card, is the utilisation meanwhile."""
 
     def __init__(self) -> None:
         self._step = -1
