@@ -37,6 +37,13 @@ class Backend:
     native: ctypes.CDLL | None
 
     @property
+    def library(self) -> ctypes.CDLL:
+        """The compiled library, for code that needs it. Raises BackendError where there is none."""
+        if self.native is None:
+            raise BackendError(f"backend {self.name!r} has no compiled kernels")
+        return self.native
+
+    @property
     def numerics(self) -> str:
         """Part of a worker's fingerprint. The instruction set is not: it does not change bits."""
         return f"{self.name}-{NUMERICS_VERSION}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from headrace_kernels.dispatch import Backend, BackendError, resolve
 from headrace_kernels.native.build import find_compiler, runnable_isas
 

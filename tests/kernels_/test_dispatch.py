@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from headrace_kernels import dispatch
 from headrace_kernels.dispatch import BackendError, resolve
 from headrace_kernels.native import build

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from headrace_kernels import matmul
 from headrace_kernels.dispatch import Backend
 from headrace_kernels.matmul import reference
-from torch import Tensor
 
 SHAPES = [
     (1, 1, 1),

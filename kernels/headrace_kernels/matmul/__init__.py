@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import Backend, backend
-from ..native.library import WeightStruct
+from ..native import structs
 from . import reference
 
 STORAGES: Final = {"f32": 0, "bf16": 1, "f16": 2, "q8_0": 3, "q4_0": 4, "q4_1": 5}
@@ -35,7 +35,7 @@ class PackedWeight:
     panels: Tensor  # uint8, the layout of storage.h
     bias: Tensor | None  # fp32 [n]
     backend: Backend
-    struct: WeightStruct  # points into panels and bias
+    struct: structs.Weight  # points into panels and bias
 
     @property
     def nbytes(self) -> int:
@@ -90,13 +90,13 @@ def _pack(
         raise ValueError("rows name rows the weight does not have")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}, not ({n},)")
-    native = _native(chosen)
+    native = chosen.library
     code = STORAGES[storage]
     panels = _aligned(native, native.hr_packed_bytes(code, n, k))
     row_bytes = source.stride(0) * source.element_size()
     native.hr_pack(code, n, k, source.data_ptr(), row_bytes, order.data_ptr(), panels.data_ptr())
     kept = None if bias is None else bias.detach().to(torch.float32).contiguous()
-    struct = WeightStruct(code, n, k, panels.data_ptr(), 0 if kept is None else kept.data_ptr())
+    struct = structs.Weight(code, n, k, panels.data_ptr(), 0 if kept is None else kept.data_ptr())
     return PackedWeight(n, k, storage, panels, kept, chosen, struct)
 
 
@@ -106,12 +106,6 @@ def _aligned(native: ctypes.CDLL, size: int) -> Tensor:
     start = -raw.data_ptr() % 64
     native.hr_use_huge_pages(raw.data_ptr(), raw.numel())
     return raw[start : start + size]
-
-
-def _native(chosen: Backend) -> ctypes.CDLL:
-    if chosen.native is None:
-        raise ValueError(f"backend {chosen.name!r} has no compiled kernels")
-    return chosen.native
 
 
 def linear(
@@ -126,7 +120,7 @@ def linear(
         if t is not None and (t.shape != (x.shape[0], weight.n) or t.dtype != x.dtype or t.stride(1) != 1):
             raise ValueError(f"{name} must be fp32 [{x.shape[0]}, {weight.n}] with adjacent columns")
     added, ld_added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
-    _native(weight.backend).hr_linear(
+    weight.backend.library.hr_linear(
         ctypes.byref(weight.struct),
         x.data_ptr(),
         x.stride(0),
@@ -142,7 +136,7 @@ def linear(
 def unpack(weight: PackedWeight) -> Tensor:
     """The weights [n, k] in fp32: the bits that products use."""
     out = torch.empty(weight.n, weight.k)
-    _native(weight.backend).hr_unpack(ctypes.byref(weight.struct), out.data_ptr())
+    weight.backend.library.hr_unpack(ctypes.byref(weight.struct), out.data_ptr())
     return out
 
 
@@ -154,7 +148,7 @@ def gather_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
         raise ValueError(f"ids must lie in 0..{weight.n - 1}")
     out = torch.empty(ids.numel(), weight.k)
     ids = ids.contiguous()
-    _native(weight.backend).hr_gather_rows(
+    weight.backend.library.hr_gather_rows(
         ctypes.byref(weight.struct), ids.data_ptr(), ids.numel(), out.data_ptr()
     )
     return out

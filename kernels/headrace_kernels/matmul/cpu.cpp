@@ -88,6 +88,16 @@ void finish_rows(const RowMajorOutput& out, const Weight& w, const float* sums, 
   }
 }
 
+void gather_rows(const Weight& w, const int64_t* ids, int count, float* out) {
+  const size_t bytes = panel_bytes(w.storage, w.k);
+  parallel(count, [&](int i) {
+    const uint8_t* panel = w.panels + static_cast<size_t>(ids[i] / PANEL) * bytes;
+    const int column = static_cast<int>(ids[i] % PANEL);
+    float* row = out + static_cast<size_t>(i) * w.k;
+    with_storage(w.storage, [&](auto policy) { gather_column<decltype(policy)>(panel, w.k, column, row); });
+  });
+}
+
 }  // namespace hr
 
 using namespace hr;
@@ -97,13 +107,6 @@ HR_EXPORT void hr_linear(const Weight* w, const float* x, int64_t ldx, int32_t r
   linear(pack_rows(x, ldx, rows, w->k), *w, {y, ldy, residual, ld_residual});
 }
 
-// out[count][k] in fp32: rows of W, as an embedding table is read.
 HR_EXPORT void hr_gather_rows(const Weight* w, const int64_t* ids, int32_t count, float* out) {
-  const size_t bytes = panel_bytes(w->storage, w->k);
-  parallel(count, [&](int i) {
-    const uint8_t* panel = w->panels + static_cast<size_t>(ids[i] / PANEL) * bytes;
-    const int column = static_cast<int>(ids[i] % PANEL);
-    float* row = out + static_cast<size_t>(i) * w->k;
-    with_storage(w->storage, [&](auto policy) { gather_column<decltype(policy)>(panel, w->k, column, row); });
-  });
+  gather_rows(*w, ids, count, out);
 }

@@ -19,6 +19,11 @@ struct Strips {
   explicit Strips(int rows) : rows(rows), count((rows + MAX_STRIP - 1) / MAX_STRIP) {}
   int begin(int strip) const { return static_cast<int>(static_cast<int64_t>(rows) * strip / count); }
   int size(int strip) const { return begin(strip + 1) - begin(strip); }
+  int of(int row) const {
+    int strip = static_cast<int>(static_cast<int64_t>(row) * count / rows);
+    while (begin(strip + 1) <= row) strip++;
+    return strip;
+  }
 };
 
 // sums[r][32] (+)= x[k][r] * W: for each element one chain of fused multiply-adds in the order of k, whatever MR, NV

@@ -31,6 +31,9 @@ void pack_strip(const float* x, int64_t ldx, int k, int rows, float* out);
 // Uses the caller's scratch: valid until its next call.
 PackedRows pack_rows(const float* x, int64_t ldx, int rows, int k);
 
+// out[count][k] in fp32: rows of W, as an embedding table is read.
+void gather_rows(const Weight& w, const int64_t* ids, int count, float* out);
+
 // A block of a panel (24 KiB) and of a strip fit the first-level cache together; the block serves all strips.
 constexpr int K_BLOCK = 192;
 constexpr int ROWS_PER_TILE = 8 * MAX_STRIP;

@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from . import structs
 from .build import build
 
+_WEIGHT = POINTER(structs.Weight)
+_SHAPE = POINTER(structs.AttentionShape)
+_ROTARY = POINTER(structs.RotaryOptions)
+_OPTIONS = POINTER(structs.AttentionOptions)
+_SEQUENCES = POINTER(structs.Sequences)
 
-class WeightStruct(Structure):
-    """`Weight` of matmul/product.h."""
-
-    _fields_ = (
-        ("storage", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("panels", c_void_p),
-        ("bias", c_void_p),
-    )
-
-
-_WEIGHT = POINTER(WeightStruct)
 
 SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "hr_set_threads": (None, (c_int32,)),
@@ -39,6 +32,20 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "hr_unpack": (None, (_WEIGHT, c_void_p)),
     "hr_linear": (None, (_WEIGHT, c_void_p, c_int64, c_int32, c_void_p, c_int64, c_void_p, c_int64)),
     "hr_gather_rows": (None, (_WEIGHT, c_void_p, c_int32, c_void_p)),
+    "hr_paged_attention": (
+        None,
+        (_SHAPE, _OPTIONS, _SEQUENCES, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+    ),
+    "hr_rotary_kv_write": (
+        None,
+        (_SHAPE, _ROTARY, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
+    "hr_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_float, c_void_p)),
+    "hr_gated_activation": (None, (c_int32, c_void_p, c_int32, c_int32, c_void_p)),
+    "hr_argmax": (None, (c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p)),
+    "hr_log_sum_exp": (None, (c_void_p, c_int64, c_int32, c_int32, c_void_p)),
+    "hr_copy_blocks": (None, (c_void_p, c_void_p, c_int32, c_void_p, c_int32)),
+    "hr_decoder_step": (None, (POINTER(structs.Decoder), POINTER(structs.Step))),
 }
 
 

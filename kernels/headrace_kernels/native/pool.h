@@ -21,6 +21,19 @@ void parallel(int count, F&& body) {
   run_tiles(count, [](void* context, int index) { (*static_cast<Body*>(context))(index); }, &body);
 }
 
+// For rows whose work is about a microsecond: a few are done at once by the caller, more in handfuls.
+template <class F>
+void parallel_rows(int rows, F&& body) {
+  constexpr int SERIAL = 4, HANDFUL = 4;
+  if (rows <= SERIAL) {
+    for (int r = 0; r < rows; r++) body(r);
+    return;
+  }
+  parallel((rows + HANDFUL - 1) / HANDFUL, [&](int i) {
+    for (int r = i * HANDFUL; r < rows && r < (i + 1) * HANDFUL; r++) body(r);
+  });
+}
+
 // Memory of the calling thread, aligned to a cache line, that lasts until its next request in the same slot.
 void* thread_scratch(int slot, size_t bytes);
 template <class T>

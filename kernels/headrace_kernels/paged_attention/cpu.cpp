@@ -1,0 +1,240 @@
+// Which thread attends to what, the masks, and the online softmax around the products of tile.h.
+#include <algorithm>
+#include <limits>
+
+#include "../native/export.h"
+#include "../native/pool.h"
+#include "../native/scratch_slots.h"
+#include "../native/vector_math.h"
+#include "tile.h"
+
+namespace hr {
+namespace {
+
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+constexpr int MAX_ROWS = 48;  // query rows (tokens times heads of a KV head) that share a pass over the keys
+
+int padded(int width) { return (width + LANES - 1) / LANES * LANES; }
+
+// Calls f(integral_constant<rows>) for 1 <= rows <= N.
+template <int N, class F>
+void with_rows(int rows, F&& f) {
+  if constexpr (N > 1) {
+    if (rows < N) return with_rows<N - 1>(rows, f);
+  }
+  f(std::integral_constant<int, N>{});
+}
+
+// Consecutive tokens of one sequence, and one KV head with its query heads.
+struct Task {
+  int sequence, kv_head, first, tokens;
+};
+
+class Attention {
+ public:
+  Attention(const AttentionShape& shape, const AttentionOptions& options, const Sequences& sequences,
+            const float* query, int64_t ld_query, const float* keys, const float* values, const RowSink& out)
+      : shape_(shape), options_(options), sequences_(sequences), query_(query), ld_query_(ld_query), keys_(keys),
+        values_(values), out_(out), group_(shape.heads / shape.kv_heads),
+        tokens_per_task_(std::max(1, MAX_ROWS / group_)) {}
+
+  void run() const {
+    const int chunks = chunk_count();
+    auto body = [&](int index) { attend(find(index)); };
+    parallel(chunks * shape_.kv_heads, body);
+  }
+
+ private:
+  int tokens(int sequence) const { return static_cast<int>(sequences_.cu[sequence + 1] - sequences_.cu[sequence]); }
+  int chunks_of(int sequence) const { return (tokens(sequence) + tokens_per_task_ - 1) / tokens_per_task_; }
+  int chunk_count() const {
+    int count = 0;
+    for (int i = 0; i < sequences_.count; i++) count += chunks_of(i);
+    return count;
+  }
+
+  // Chunks at the end of a long prompt have the most keys: they come first, so that no thread is left with one.
+  Task find(int index) const {
+    int chunk = index / shape_.kv_heads, sequence = sequences_.count - 1;
+    while (chunk >= chunks_of(sequence)) chunk -= chunks_of(sequence--);
+    const int first = (chunks_of(sequence) - 1 - chunk) * tokens_per_task_;
+    return {sequence, index % shape_.kv_heads, first, std::min(tokens_per_task_, tokens(sequence) - first)};
+  }
+
+  // Rows of a task: row r is token r / group_, head r % group_ of the KV head.
+  struct Rows {
+    int count;
+    const float* q[MAX_ROWS + 256];
+    float highest[MAX_ROWS + 256], total[MAX_ROWS + 256], decay[MAX_ROWS + 256];
+    float* scores;  // [count][TILE_KEYS]
+    float* out;     // [count][ld_out]
+    int64_t ld_out;
+  };
+
+  void attend(const Task& task) const {
+    Rows rows;
+    begin(task, rows);
+    const int64_t first_position = sequences_.starts[task.sequence] + task.first;
+    const int64_t end = first_position + task.tokens;
+    const int64_t first_key = options_.window ? std::max<int64_t>(0, first_position + 1 - options_.window) : 0;
+    for (int64_t tile = first_key / TILE_KEYS * TILE_KEYS; tile < end; tile += TILE_KEYS)
+      add_tile(task, tile, static_cast<int>(std::min<int64_t>(TILE_KEYS, end - tile)), first_position, rows);
+    finish(task, rows);
+  }
+
+  void begin(const Task& task, Rows& rows) const {
+    rows.count = task.tokens * group_;
+    rows.ld_out = padded(shape_.v_dim);
+    const size_t out_size = static_cast<size_t>(rows.count) * rows.ld_out;
+    rows.out = scratch<float>(SLOT_ATTENTION, out_size + static_cast<size_t>(rows.count) * TILE_KEYS +
+                                                  static_cast<size_t>(shape_.k_dim) * TILE_KEYS);
+    rows.scores = rows.out + out_size;
+    std::fill_n(rows.out, out_size, 0.0f);
+    const float* q = query_ + (sequences_.cu[task.sequence] + task.first) * ld_query_;
+    for (int r = 0; r < rows.count; r++) {
+      rows.q[r] = q + r / group_ * ld_query_ + (task.kv_head * group_ + r % group_) * shape_.k_dim;
+      rows.highest[r] = MINUS_INFINITY;
+      rows.total[r] = 0.0f;
+    }
+  }
+
+  const int64_t* table(const Task& task) const { return sequences_.tables + sequences_.table_starts[task.sequence]; }
+
+  void add_tile(const Task& task, int64_t tile, int keys, int64_t first_position, Rows& rows) const {
+    KeyVector key_vectors[KEY_VECTORS];
+    const float* value_rows_[TILE_KEYS];
+    locate_keys(task, tile, keys, rows.scores + rows.count * TILE_KEYS, key_vectors);
+    locate_values(task, tile, keys, value_rows_);
+    for (int r = 0; r < rows.count; r += TILE_ROWS)
+      score(std::min(TILE_ROWS, rows.count - r), rows.q + r, key_vectors, (keys + LANES - 1) / LANES,
+            rows.scores + r * TILE_KEYS);
+    for (int r = 0; r < rows.count; r++) soften(first_position + r / group_ - tile, keys, r, rows);
+    for (int r = 0; r < rows.count; r += TILE_ROWS)
+      weigh(std::min(TILE_ROWS, rows.count - r), rows.scores + r * TILE_KEYS, value_rows_, keys, rows.decay + r,
+            rows.out + r * rows.ld_out, rows.ld_out);
+  }
+
+  void locate_values(const Task& task, int64_t tile, int keys, const float** rows) const {
+    const int bs = shape_.block_size;
+    for (int j = 0; j < keys; j++) {
+      const int64_t position = tile + j, block = table(task)[position / bs];
+      rows[j] = values_ + ((block * shape_.kv_heads + task.kv_head) * bs + position % bs) * shape_.v_dim;
+    }
+  }
+
+  void locate_keys(const Task& task, int64_t tile, int keys, float* copy, KeyVector* vectors) const {
+    const int bs = shape_.block_size;
+    for (int v = 0; v * LANES < keys; v++) {
+      const int64_t position = tile + v * LANES;
+      if (bs % LANES == 0) {
+        vectors[v] = {key_block(task, position) + position % bs, bs};
+      } else {
+        copy_keys(task, position, std::min(LANES, keys - v * LANES), copy + v * LANES);
+        vectors[v] = {copy + v * LANES, TILE_KEYS};
+      }
+    }
+  }
+
+  const float* key_block(const Task& task, int64_t position) const {
+    const int64_t block = table(task)[position / shape_.block_size];
+    return keys_ + (block * shape_.kv_heads + task.kv_head) * shape_.k_dim * shape_.block_size;
+  }
+
+  // For block sizes that are no multiple of sixteen: the same numbers side by side.
+  void copy_keys(const Task& task, int64_t position, int keys, float* copy) const {
+    const int bs = shape_.block_size;
+    for (int i = 0; i < shape_.k_dim; i++)
+      for (int j = 0; j < LANES; j++)
+        copy[i * TILE_KEYS + j] = j < keys ? key_block(task, position + j)[i * bs + (position + j) % bs] : 0.0f;
+  }
+
+  void score(int rows, const float* const* q, const KeyVector* keys, int key_vectors, float* scores) const {
+    with_rows<TILE_ROWS>(rows, [&](auto n) { score_rows<decltype(n)::value>(q, keys, key_vectors, shape_.k_dim, scores); });
+  }
+
+  void weigh(int rows, const float* weights, const float* const* values, int keys, const float* decay, float* out,
+             int64_t ld_out) const {
+    with_rows<TILE_ROWS>(rows, [&](auto n) {
+      value_rows<decltype(n)::value>(weights, values, keys, shape_.v_dim, decay, out, ld_out);
+    });
+  }
+
+  // Scores of a row become weights; `last` is the query's own place counted from the tile's first key.
+  void soften(int64_t last, int keys, int r, Rows& rows) const {
+    float* scores = rows.scores + r * TILE_KEYS;
+    const int vectors = (keys + LANES - 1) / LANES;
+    const int visible = static_cast<int>(std::min<int64_t>(keys, last + 1));
+    const int hidden = options_.window ? static_cast<int>(std::clamp<int64_t>(last + 1 - options_.window, 0, keys)) : 0;
+    F16 s[KEY_VECTORS], top = set1(MINUS_INFINITY);
+    for (int v = 0; v < vectors; v++) {
+      s[v] = mul(load(scores + v * LANES), set1(options_.scale));
+      if (options_.softcap > 0) s[v] = soft_cap(s[v], options_.softcap);
+      s[v] = keep_first(s[v], visible - v * LANES, set1(MINUS_INFINITY));
+      if (hidden) s[v] = keep_first(set1(MINUS_INFINITY), hidden - v * LANES, s[v]);
+      top = max(top, s[v]);
+    }
+    const float before = rows.highest[r], now = std::max(before, highest(top));
+    const F16 offset = set1(now == MINUS_INFINITY ? 0.0f : now);  // -inf - -inf would be NaN
+    F16 total = zero();
+    for (int v = 0; v < vectors; v++) {
+      F16 p = exp(sub(s[v], offset));
+      total = add(total, p);
+      store(scores + v * LANES, p);
+    }
+    rows.decay[r] = decay(before, now);
+    rows.highest[r] = now;
+    rows.total[r] = rows.total[r] * rows.decay[r] + sum(total);
+  }
+
+  static float decay(float before, float now) {
+    if (before == now) return 1.0f;  // which is what exp(0) gives
+    float lanes[LANES];
+    store(lanes, exp(set1(before - now)));
+    return lanes[0];
+  }
+
+  void finish(const Task& task, Rows& rows) const {
+    const int first_row = static_cast<int>(sequences_.cu[task.sequence]) + task.first;
+    for (int r = 0; r < rows.count; r++) {
+      const int head = task.kv_head * group_ + r % group_;
+      float factor = 1.0f, total = rows.total[r];
+      if (options_.sinks) {
+        const float now = std::max(rows.highest[r], options_.sinks[head]);
+        factor = decay(rows.highest[r], now);
+        total = total * factor + decay(options_.sinks[head], now);
+      }
+      for (int column = 0; column < shape_.v_dim; column += LANES) {
+        F16 o = mul(load(rows.out + r * rows.ld_out + column), set1(factor));
+        out_.put(first_row + r / group_, head * shape_.v_dim + column, div(o, set1(total)),
+                 std::min(LANES, shape_.v_dim - column));
+      }
+    }
+  }
+
+  const AttentionShape& shape_;
+  const AttentionOptions& options_;
+  const Sequences& sequences_;
+  const float* query_;
+  int64_t ld_query_;
+  const float* keys_;
+  const float* values_;
+  const RowSink& out_;
+  int group_, tokens_per_task_;
+};
+
+}  // namespace
+
+void paged_attention(const AttentionShape& shape, const AttentionOptions& options, const Sequences& sequences,
+                     const float* query, int64_t ld_query, const float* keys, const float* values, const RowSink& out) {
+  Attention(shape, options, sequences, query, ld_query, keys, values, out).run();
+}
+
+}  // namespace hr
+
+using namespace hr;
+
+HR_EXPORT void hr_paged_attention(const AttentionShape* shape, const AttentionOptions* options,
+                                  const Sequences* sequences, const float* query, int64_t ld_query, const float* keys,
+                                  const float* values, float* out, int64_t ld_out) {
+  paged_attention(*shape, *options, *sequences, query, ld_query, keys, values, RowSink::row_major(out, ld_out));
+}
