@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,7 @@ def batching(
     model: Model = "",
 ) -> None:
     """Continuous, dynamic and static batching, and one request at a time, on the same requests."""
-    console = Console()
+    console = _console()
     names = list(SCENARIOS) if scenario == "all" else [scenario]
     modes = mode or list(MODES)
     for unknown in [*(n for n in names if n not in SCENARIOS), *(m for m in modes if m not in MODES)]:
@@ -66,7 +67,11 @@ def latency(
     model: Model = "",
 ) -> None:
     """Queue to first token, joining a running batch, and an idle worker."""
-    latency_figures.measure(Console(), RESULTS, _settings(threads, model), samples=samples, idle_s=idle_s)
+    latency_figures.measure(_console(), RESULTS, _settings(threads, model), samples=samples, idle_s=idle_s)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def _settings(threads: int, model: str) -> dict[str, str | int]:

@@ -83,9 +83,9 @@ async def _measure(plan: Plan, mode: str, number: int) -> Run:
             serving(server, "bench", settings, log) as worker,
             LoadDriver(server.url, "bench") as driver,
         ):
-            await driver.run(warm_up())
+            await worker.during(driver.run(warm_up()))
             card, cpu = await worker.settled_card(), machine.read_cpu(worker.pids)
-            jobs = await driver.run(plan.requests)
+            jobs = await worker.during(driver.run(plan.requests))
             use = machine.cpu_use(cpu, machine.read_cpu(worker.pids))
             filled = utilisation(card, await worker.settled_card())
     return Run(mode, number, summarise(jobs), filled, use, jobs)

@@ -80,7 +80,7 @@ def utilisation(before: Mapping[str, float], after: Mapping[str, float]) -> Util
         return grown(used) / grown(total) if grown(total) > 0 else None
 
     return Utilisation(
-        round(grown("steps")),
+        round(grown("step")),
         share("slot_steps_used", "slot_steps_total"),
         share("kv_block_steps_used", "kv_block_steps_total"),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import secrets
 import statistics
@@ -13,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
-from headrace.follow import Follower
 from redis.asyncio import Redis
 from rich.console import Console
 
@@ -23,11 +21,12 @@ from benchmarks.load import LoadDriver
 from benchmarks.serving import Serving, own_redis, serving
 from benchmarks.workload import Request, forced, warm_up
 from headrace.connect import connect
+from headrace.follow import Follower
 from headrace.keys import Keys
 
 _POOL = "bench"
 _JOINING_TOKENS = 16
-_SHORT_PROMPT = json.dumps([504, 44328])  # two tokens: prefilling them costs about what one decode step costs
+_SHORT = {"prompt": "Hi"}  # prefilling it costs about what one decode step costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +76,16 @@ def measure(
 async def _measure(results: Path, settings: Mapping[str, str | int], samples: int, idle_s: float) -> Latency:
     with own_redis() as server:
         async with serving(server, _POOL, settings, results / "worker-latency.log") as worker:
-            async with LoadDriver(server.url, _POOL) as driver:
-                await driver.run(warm_up())
-                overheads, step_ms = await lone_jobs(driver, samples)
-            joining = await joining_steps(server.url, samples)
+            overheads, step_ms = await worker.during(_alone(server.url, samples))
+            joining = await worker.during(joining_steps(server.url, samples))
             idle_cpu, commands = await idle(worker, idle_s)
     return Latency(percentile(overheads, 50), percentile(overheads, 99), step_ms, joining, idle_cpu, commands)
+
+
+async def _alone(redis_url: str, samples: int) -> tuple[list[float], float]:
+    async with LoadDriver(redis_url, _POOL) as driver:
+        await driver.run(warm_up())
+        return await lone_jobs(driver, samples)
 
 
 async def lone_jobs(driver: LoadDriver, samples: int) -> tuple[list[float], float]:
@@ -90,7 +93,7 @@ async def lone_jobs(driver: LoadDriver, samples: int) -> tuple[list[float], floa
     firsts, gaps = [], []
     for _ in range(samples):
         await asyncio.sleep(0.2)  # the worker is to be asleep again, as it is when a lone job comes
-        [job] = await driver.run([forced({"prompt_token_ids": _SHORT_PROMPT}, 8)])
+        [job] = await driver.run([forced(_SHORT, 8)])
         firsts.append(1e3 * job.first_token_s)
         gaps += [1e3 * gap for gap in token_gaps_s(job)]
     step_ms = statistics.median(gaps)
@@ -125,9 +128,7 @@ class Neighbour:
 
     async def begin(self, output_tokens: int) -> None:
         """Returns when it has its first token."""
-        await submit(
-            self._redis, self.keys, self.job_id, forced({"prompt_token_ids": _SHORT_PROMPT}, output_tokens)
-        )
+        await submit(self._redis, self.keys, self.job_id, forced(_SHORT, output_tokens))
         self._reader = asyncio.create_task(self._read())
         await self._started.wait()
 
@@ -151,7 +152,7 @@ async def _join(redis: Redis, follower: Follower, neighbour: Neighbour) -> int |
     """Steps to the first token of one more job; None when it was seen too late to tell."""
     await asyncio.sleep(random.uniform(0, 0.05))  # anywhere within a step
     job_id, keys = f"joining-{secrets.token_hex(6)}", neighbour.keys
-    request = forced({"prompt_token_ids": _SHORT_PROMPT}, _JOINING_TOKENS)
+    request = forced(_SHORT, _JOINING_TOKENS)
     async with redis.pipeline(transaction=True) as pipe:  # the step at the very moment of the submission
         pipe.xadd(keys.queue(request.job_class), request.entry(job_id))
         pipe.xlen(keys.log(neighbour.job_id))

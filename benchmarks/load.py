@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.follow import Follower
 from redis.asyncio import Redis
 
 from benchmarks.workload import Request
 from headrace.connect import connect
+from headrace.follow import Follower
 from headrace.keys import Keys
 from headrace.messages import Delta, End
 

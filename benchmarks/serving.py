@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
@@ -22,6 +23,7 @@ from headrace.processes import start_child, stop_child
 START_TIMEOUT_S = 300.0
 _CARD_QUIET_S = 2.5  # longer than the time between two writings of a card
 _CARD_TIMEOUT_S = 15.0
+T = TypeVar("T")
 
 
 class ServingError(Exception):
@@ -30,19 +32,40 @@ class ServingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A worker that answers. `settings` are those it was started with, without the address of Redis."""
+    """A worker that answers."""
 
     redis_url: str
     pool: str
     worker_id: str
-    pid: int
+    process: subprocess.Popen[bytes]
     redis_pid: int | None
     redis: Redis
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def pids(self) -> set[int]:
         """The processes that a measurement pays for, the driver's included."""
         return {self.pid, os.getpid(), *([self.redis_pid] if self.redis_pid else [])}
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises ServingError as soon as the worker has ended."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                self.check()
+                await asyncio.wait({task}, timeout=0.5)
+            return task.result()
+        finally:
+            task.cancel()
+
+    def check(self) -> None:
+        """Raises ServingError when the worker has ended."""
+        if self.process.poll() is not None:
+            raise ServingError(f"the worker has ended (status {self.process.poll()}); {_tail(self.log)}")
 
     async def card(self) -> dict[str, float]:
         """The numbers on the worker's card."""
@@ -58,7 +81,7 @@ class Serving:
             await asyncio.sleep(_CARD_QUIET_S)
             waited_s += _CARD_QUIET_S
             card = await self.card()
-            if card.get("steps") == previous.get("steps"):
+            if card.get("step") == previous.get("step"):
                 return card
             previous = card
         return previous
@@ -86,19 +109,22 @@ async def serving(
     with log.open("wb") as output:
         process = start_child([sys.executable, "-m", "worker"], env=env, output=output)
     try:
-        running = Serving(server.url, pool, worker_id, process.pid, server.pid, redis)
-        await _until_ready(running, process, log)
+        running = Serving(server.url, pool, worker_id, process, server.pid, redis, log)
+        await _until_ready(running)
         yield running
     finally:
         await asyncio.to_thread(stop_child, process, timeout_s=20.0)
         await redis.aclose()
 
 
-async def _until_ready(running: Serving, process: subprocess.Popen[bytes], log: Path) -> None:
+async def _until_ready(running: Serving) -> None:
     waited_s = 0.0
     while not await running.redis.exists(Keys(running.pool).worker(running.worker_id)):
-        if process.poll() is not None or waited_s > START_TIMEOUT_S:
-            raise ServingError(f"the worker did not get ready (status {process.poll()}); {_tail(log)}")
+        running.check()
+        if waited_s > START_TIMEOUT_S:
+            raise ServingError(
+                f"the worker did not get ready in {START_TIMEOUT_S:.0f} s; {_tail(running.log)}"
+            )
         await asyncio.sleep(0.1)
         waited_s += 0.1
 

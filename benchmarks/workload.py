@@ -57,5 +57,5 @@ def single_request() -> Request:
 
 
 def warm_up() -> Sequence[Request]:
-    """A few short requests that touch every code path before the clock runs."""
-    return [replace(r, fields={**r.fields, "max_tokens": 4}, output_tokens=4) for r in peers_workload()[:4]]
+    """A few short requests, readable by any model, that touch every code path before the clock runs."""
+    return [forced({"prompt": entry["prompt"]}, 4) for entry in _read()["requests"][:4]]

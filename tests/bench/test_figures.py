@@ -29,6 +29,6 @@ def test_medians_are_taken_figure_by_figure() -> None:
 
 
 def test_utilisation_comes_from_how_the_sums_grew() -> None:
-    before = {"steps": 10, "slot_steps_used": 30, "slot_steps_total": 40}
-    after = {"steps": 20, "slot_steps_used": 45, "slot_steps_total": 70, "kv_block_steps_used": 9}
+    before = {"step": 10, "slot_steps_used": 30, "slot_steps_total": 40}
+    after = {"step": 20, "slot_steps_used": 45, "slot_steps_total": 70, "kv_block_steps_used": 9}
     assert utilisation(before, after) == Utilisation(10, 0.5, None)
