@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import redis
 import redis.asyncio
+from redis.asyncio import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 HEALTH_CHECK_S = 15
 BLOCK_MARGIN_S = 5.0
 POOL_WAIT_S = 20.0
+
+
+class _Sender:
+    """Sends under asyncio.timeout: the wait_for of redis-py loses cancellations before Python 3.12, so that a
+    task cancelled during a command runs on."""
+
+    socket_timeout: float | None
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        timeout_s, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        except TimeoutError:
+            raise RedisTimeoutError("Timeout writing to socket") from None
+        finally:
+            self.socket_timeout = timeout_s
+
+
+class _TcpConnection(_Sender, Connection):
+    pass
+
+
+class _TlsConnection(_Sender, SSLConnection):
+    pass
+
+
+class _UnixConnection(_Sender, UnixDomainSocketConnection):
+    pass
+
+
+_BY_SCHEME = {"redis": _TcpConnection, "rediss": _TlsConnection, "unix": _UnixConnection}
 
 
 def _options(url: str, blocking: bool, timeout_s: float) -> dict[str, Any]:
@@ -45,6 +80,7 @@ def connect(
         retry=AsyncRetry(NoBackoff(), 0),
         **_options(url, blocking, timeout_s),
     )
+    pool.connection_class = _BY_SCHEME[url.split(":", 1)[0]]
     return redis.asyncio.Redis.from_pool(pool)
 
 
