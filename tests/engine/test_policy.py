@@ -90,6 +90,33 @@ def test_a_higher_class_takes_a_slot_from_a_lower_one(bench: Make, request_of: M
     assert b.order.index("high") < b.order.index("also normal")
 
 
+def test_a_higher_class_takes_tokens_of_a_step_that_lower_ones_fill(bench: Make) -> None:
+    b = bench(max_num_seqs=8, max_num_batched_tokens=4)
+    for i in range(4):
+        b.add(f"low{i}", 1, 50, priority=2, **NO_EOS)
+    b.step()
+    b.add("high", 8, 2, priority=0, **NO_EOS)
+    b.step()
+    assert _runs(b, "high")
+    for _ in range(12):
+        b.step()
+    assert b.finish["high", 0] == "length"
+    b.drain()
+
+
+def test_a_higher_class_goes_before_the_chunks_of_lower_ones(bench: Make) -> None:
+    b = bench(max_num_batched_tokens=32, num_blocks=200)
+    for i in range(4):
+        b.add(f"low{i}", 30, 2, priority=2, **NO_EOS)
+    b.step()
+    b.add("high", 20, 2, priority=0, **NO_EOS)
+    b.step()
+    assert "high" in b.first
+    assert b.runner.plans[-1].num_tokens == 32
+    assert b.engine.stats().preemptions == 0
+    b.drain()
+
+
 def test_a_higher_class_takes_blocks_from_lower_ones_only(bench: Make) -> None:
     b = bench(num_blocks=20, block_size=4, max_num_seqs=8, max_num_batched_tokens=128)
     b.add("high1", 20, 10, priority=0, **NO_EOS)

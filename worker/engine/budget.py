@@ -32,10 +32,10 @@ class Budget(Protocol):
 
 
 class FixedBudget:
-    """The configured bounds, whatever the steps take."""
+    """The configured bounds, whatever steps take. Each sequence wants a token a step: no more than tokens."""
 
     def __init__(self, num_tokens: int, num_seqs: int) -> None:
-        self._limits = Limits(num_tokens, num_seqs)
+        self._limits = Limits(num_tokens, min(num_seqs, num_tokens))
 
     def limits(self) -> Limits:
         return self._limits

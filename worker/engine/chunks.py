@@ -15,18 +15,25 @@ class Chunks:
         self.num_tokens = num_tokens
         self.left = num_tokens
         self._granted: dict[Sequence, int] = {}
+        self._cut_short: dict[Sequence, None] = {}
         self._copies: dict[Sequence, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._granted)
 
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._granted
+
     def grant(self, seq: Sequence, limit: int) -> int:
         """Grant what the sequence lacks, at most `limit` and what is left. Returns the tokens granted."""
         before = self._granted.get(seq, 0)
-        count = min(seq.num_tokens - seq.num_planned - before, limit, self.left)
+        lacking = seq.num_tokens - seq.num_planned - before
+        count = min(lacking, limit, self.left)
         if count > 0:
             self._granted[seq] = before + count
             self.left -= count
+            if count < lacking:
+                self._cut_short[seq] = None
         return count
 
     def copy(self, seq: Sequence, copy: tuple[int, int] | None) -> None:
@@ -36,11 +43,18 @@ class Chunks:
     def drop(self, seq: Sequence) -> None:
         """Take the sequence out of the step again: it was preempted."""
         self.left += self._granted.pop(seq, 0)
+        self._cut_short.pop(seq, None)
         self._copies.pop(seq, None)
+
+    def postpone(self, seq: Sequence) -> None:
+        """Take back a chunk of a prompt: it comes last in this step, with what is left then."""
+        if seq.num_tokens - seq.num_planned > 1 and seq in self._granted and seq not in self._copies:
+            self.left += self._granted.pop(seq)
+            self._cut_short[seq] = None
 
     def top_up(self) -> None:
         """Spend what is left on chunks that were cut short, in the order of granting."""
-        for seq in list(self._granted) if self.left else ():
+        for seq in list(self._cut_short) if self.left else ():
             self.grant(seq, self.left)
 
     def load(self) -> StepLoad:

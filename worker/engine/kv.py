@@ -60,12 +60,9 @@ class KvManager:
             return None
         return where.copy_source, seq.table[len(where.shared)]
 
-    def missing(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks the sequence lacks to hold `num_tokens` positions."""
-        return max(0, self.pool.blocks_for(num_tokens) - len(seq.table))
-
-    def grow(self, seq: Sequence, count: int) -> None:
-        seq.table.extend(self.pool.allocate(count))
+    def grow(self, seq: Sequence) -> None:
+        """One block more."""
+        seq.table.extend(self.pool.allocate(1))
 
     def publish(self, seq: Sequence) -> None:
         """Make the blocks that are full and computed findable. Called after the step that computed them."""

@@ -7,7 +7,6 @@ from worker.engine.budget import Budget
 from worker.engine.chunks import Chunks
 from worker.engine.config import EngineConfig
 from worker.engine.kv import Placement
-from worker.engine.policy import order_key
 from worker.engine.request import Sequence
 from worker.engine.roster import Roster
 
@@ -30,7 +29,7 @@ class Planner:
         limits = self._budget.limits()
         chunks = Chunks(limits.num_tokens)
         self._serve_running(chunks)
-        if chunks.left and len(self._roster.waiting):
+        if len(self._roster.waiting):
             self._admit(chunks, limits.num_seqs, now)
         chunks.top_up()
         return chunks
@@ -65,14 +64,13 @@ class Planner:
 
     def _grow(self, seq: Sequence, chunks: Chunks) -> bool:
         """Get the block for the next position, by preemption if need be. False: it was preempted itself."""
-        while seq.table:
-            missing = self._kv.missing(seq, seq.num_planned + 1)
-            if missing <= self._kv.pool.num_free:
-                if missing:
-                    self._kv.grow(seq, missing)
-                return True
-            self._preempt(self._latest(), chunks)
-        return False
+        pool = self._kv.pool
+        while seq.table and seq.num_planned >= len(seq.table) * pool.block_size:
+            if pool.num_free:
+                self._kv.grow(seq)
+            else:
+                self._preempt(self._latest(), chunks)
+        return bool(seq.table)
 
     def _latest(self) -> Sequence:
         """The victim when blocks run out: the last in order that is not protected."""
@@ -93,12 +91,13 @@ class Planner:
         quota = roster.gate.quota(now, len(roster.running), roster.num_waiting, arrivals)
         index = 0
         blocked: list[Sequence] = []
-        while quota > 0 and chunks.left and index < len(roster.waiting) and len(blocked) < LOOKAHEAD:
+        while quota > 0 and index < len(roster.waiting) and len(blocked) < LOOKAHEAD:
             seq = roster.waiting[index]
-            if index < PATIENT and len(roster.running) < num_seqs and self._is_better_later(seq):
+            full = len(roster.running) >= num_seqs
+            if index < PATIENT and not full and self._is_better_later(seq):
                 index += 1
                 continue
-            where = self._make_room(seq, num_seqs, chunks)
+            where = self._make_room(seq, full, chunks) if full or self._has_tokens(seq, chunks) else None
             if where is None:
                 if seq.passed >= self._config.max_passes:
                     return
@@ -110,6 +109,15 @@ class Planner:
             for other in blocked:
                 other.passed += 1
 
+    def _has_tokens(self, seq: Sequence, chunks: Chunks) -> bool:
+        """Whether anything is left of the step; chunks of lower classes' prompts give way as needed."""
+        for other in reversed(self._roster.running):
+            if chunks.left >= seq.num_tokens:
+                break
+            if other.group.request.priority > seq.group.request.priority and other.key > seq.key:
+                chunks.postpone(other)
+        return chunks.left > 0
+
     def _is_better_later(self, seq: Sequence) -> bool:
         """Whether a running sequence is computing a good part of this prompt: soon it is a prefix hit."""
         least = self._config.prefix_wait_tokens
@@ -119,31 +127,34 @@ class Planner:
         chunks.copy(seq, self._roster.admit(seq, where))
         chunks.grant(seq, self._chunk_limit(seq, chunks, len(self._roster.waiting) > 0))
 
-    def _make_room(self, seq: Sequence, num_seqs: int, chunks: Chunks) -> Placement | None:
+    def _make_room(self, seq: Sequence, full: bool, chunks: Chunks) -> Placement | None:
         """A placement that fits, if need be after preempting sequences of a lower class; or None."""
-        over = len(self._roster.running) + 1 - num_seqs
-        if over <= 0:
+        if not full:
             where = self._kv.find(seq)
             if self._fits(seq, where):
                 return where
-        victims = self._victims(seq)
-        if not victims or over > len(victims) or not self._would_fit(seq, victims):
+        victims = self._victims(seq, chunks)
+        if not victims or not self._would_fit(seq, victims):
             return None
-        for count, victim in enumerate(victims, start=1):
+        for victim in victims:
             self._preempt(victim, chunks)
             where = self._kv.find(seq)
-            if count >= over and self._fits(seq, where):
+            if self._fits(seq, where):
                 return where
         return None
 
-    def _victims(self, seq: Sequence) -> list[Sequence]:
-        """Running sequences of a strictly lower class that also rank behind it, the last in order first."""
+    def _victims(self, seq: Sequence, chunks: Chunks) -> list[Sequence]:
+        """Running sequences of a strictly lower class that also rank behind it, the last in order first.
+
+        When the step is full only those that give back a part of it are of use.
+        """
         level = seq.group.request.priority
-        return [
+        lower = [
             s
             for s in reversed(self._roster.running)
-            if s.group.request.priority > level and order_key(s) > seq.key and not self._is_protected(s)
+            if s.group.request.priority > level and s.key > seq.key and not self._is_protected(s)
         ]
+        return lower if chunks.left else [s for s in lower if s in chunks]
 
     def _would_fit(self, seq: Sequence, victims: list[Sequence]) -> bool:
         """Whether the sequence fits once all victims are gone, as far as can be told."""

@@ -8,7 +8,6 @@ until it is known, and results of sequences that were aborted or preempted meanw
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -19,6 +18,7 @@ from worker.engine.batching import make_gate
 from worker.engine.blocks import BlockPool
 from worker.engine.budget import Budget, FixedBudget, StepLoad
 from worker.engine.config import EngineConfig
+from worker.engine.deadlines import Deadlines
 from worker.engine.finishing import finish_of
 from worker.engine.kv import KvManager
 from worker.engine.outputs import FailedOutput, Finish, FinishedOutput, Output, TokenOutput
@@ -47,7 +47,7 @@ class Scheduler:
         self._counters = Counters()
         self._outputs: list[Output] = []
         self._in_flight: dict[int, tuple[list[tuple[Sequence, int]], StepLoad]] = {}
-        self._deadlines: list[tuple[float, int, Group]] = []
+        self._deadlines = Deadlines()
         self._last_load = StepLoad(0, 0, 0)
         self._step = self._order = self._last_seq_id = self._step_used = 0
 
@@ -69,8 +69,7 @@ class Scheduler:
                 self._add_choice(group, choice, max_tokens)
         if group.live:
             self.roster.enter(group)
-            if request.deadline_s is not None:
-                heapq.heappush(self._deadlines, (request.deadline_s, group.order, group))
+            self._deadlines.add(group)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, without output. An unknown one is no error."""
@@ -126,8 +125,7 @@ class Scheduler:
         """When something changes by time alone: a waiting batch starts, or a deadline passes."""
         roster = self.roster
         gate = roster.gate.wake_at(len(roster.running), roster.num_waiting, self._arrivals())
-        times = [t for t in (gate, self._deadlines[0][0] if self._deadlines else None) if t is not None]
-        return min(times, default=None)
+        return min((t for t in (gate, self._deadlines.next_s()) if t is not None), default=None)
 
     def admissible(self, priority: int = 2) -> tuple[int, int]:
         """Sequences of this class that could start now, lower ones giving way, and the KV tokens for them."""
@@ -192,10 +190,8 @@ class Scheduler:
             self._outputs.append(FinishedOutput(request.request_id, choice, finish, stop_token))
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, group = heapq.heappop(self._deadlines)
-            if group.live:
-                self._fail(group, HeadraceError("deadline_exceeded"))
+        while (group := self._deadlines.pop_due(now)) is not None:
+            self._fail(group, HeadraceError("deadline_exceeded"))
 
     def _fail(self, group: Group, error: HeadraceError) -> None:
         self._counters.failed_requests += 1

@@ -23,7 +23,8 @@ class Counters:
 class EngineStats:
     """One reading. Sequences are choices; utilisations are 0 to 1.
 
-    No progress for longer than a step can take, while `running` is not zero, means that the engine is stuck.
+    No progress for longer than a step can take while there is work (and, in static and dynamic batching,
+    `wake_at` has passed) means that the engine is stuck.
     """
 
     step: int
