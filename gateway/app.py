@@ -1,0 +1,97 @@
+"""Puts the gateway together: routes, the connection to Redis, and the loop that ends what can never run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from litestar import Litestar, Router
+from litestar.datastructures import State
+from litestar.di import Provide
+from litestar.middleware import DefineMiddleware
+from litestar.openapi import OpenAPIConfig
+from litestar.openapi.spec import Components, SecurityScheme
+
+from gateway import health, jobs
+from gateway.auth import Keyring, require_key
+from gateway.core import Gateway
+from gateway.directory import Directory
+from gateway.errors import handle
+from gateway.metrics import CountRequests, Metrics
+from gateway.openai import chat, completions, models
+from gateway.reaper import reap_forever
+from gateway.store import Store
+from headrace.config import GatewaySettings
+from headrace.connect import connect
+from headrace.follow import Follower
+
+REDIS_TIMEOUT_S = 1.5  # a request is refused within two seconds when Redis does not answer
+MAX_CONNECTIONS = 16  # shared by requests and followers, whatever their number
+
+
+def create_app(settings: GatewaySettings) -> Litestar:
+    """The ASGI app. Starts without Redis and serves what it can until Redis is there."""
+    metrics = Metrics(settings.pool)
+    v1 = Router(
+        "/v1",
+        route_handlers=[
+            chat.create_chat_completion,
+            completions.create_completion,
+            models.list_models,
+            models.get_model,
+            jobs.create_job,
+            jobs.get_job,
+            jobs.get_events,
+            jobs.cancel_job,
+        ],
+        guards=[require_key],
+    )
+    app = Litestar(
+        route_handlers=[v1, health.healthz, health.readyz, health.metrics],
+        dependencies={"gateway": Provide(_gateway, sync_to_thread=False)},
+        exception_handlers={Exception: handle},
+        lifespan=[partial(_lifespan, settings, metrics)],
+        middleware=[DefineMiddleware(CountRequests, metrics=metrics)],
+        openapi_config=_openapi(),
+        request_max_body_size=settings.max_body_bytes,
+        logging_config=None,
+    )
+    app.state.metrics = metrics
+    app.state.keyring = Keyring(settings.api_keys, allow_anonymous=settings.allow_anonymous)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(settings: GatewaySettings, metrics: Metrics, app: Litestar) -> AsyncIterator[None]:
+    redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_CONNECTIONS)
+    follower = Follower(settings.redis_url, redis=redis)
+    directory = Directory(redis, settings.pool)
+    gateway = Gateway(settings, Store(redis, follower, directory, settings), directory, metrics)
+    app.state.gateway = gateway
+    await follower.start()
+    reaper = asyncio.get_running_loop().create_task(reap_forever(gateway))
+    try:
+        yield
+    finally:
+        reaper.cancel()
+        await asyncio.gather(reaper, return_exceptions=True)
+        await gateway.close()
+        await follower.close()
+        await redis.aclose()
+
+
+def _gateway(state: State) -> Gateway:
+    gateway: Gateway = state.gateway
+    return gateway
+
+
+def _openapi() -> OpenAPIConfig:
+    key = SecurityScheme(type="http", scheme="bearer", description="Needed when the gateway has API keys.")
+    return OpenAPIConfig(
+        title="Headrace",
+        version="1",
+        description="OpenAI-compatible completions, and jobs to poll, stream, resume and cancel.",
+        components=Components(security_schemes={"key": key}),
+    )

@@ -1,0 +1,106 @@
+"""Which pools exist, what they serve and which workers live: from the workers' cards, kept for a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from headrace.errors import HeadraceError
+from headrace.keys import POOLS, Keys, valid_pool
+
+FRESH_S = 1.0
+TIMEOUT_S = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One pool as its workers describe it. `cards` are those of live workers, by worker id."""
+
+    name: str
+    cards: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def models(self) -> frozenset[str]:
+        served = {card.get("model", "") for card in self.cards.values()}
+        aliases = {name for card in self.cards.values() for name in card.get("aliases", "").split(",")}
+        return frozenset((served | aliases | {self.name}) - {""})
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint all workers agree on; None when there is none to name."""
+        prints = {card.get("fingerprint", "") for card in self.cards.values()}
+        return prints.pop() or None if len(prints) == 1 else None
+
+
+class Directory:
+    """Answers from a copy at most `FRESH_S` old, so that routing costs Redis nothing under load."""
+
+    def __init__(self, redis: Redis, default_pool: str) -> None:
+        self._redis = redis
+        self._default = default_pool
+        self._pools: dict[str, Pool] = {}
+        self._asked_at_s = float("-inf")
+
+    async def pools(self, *, fresh: bool = False) -> dict[str, Pool]:
+        """All known pools by name, the gateway's own among them. Raises RedisError, TimeoutError.
+
+        While Redis does not answer, an old copy is as good as any: what is done next will fail by itself.
+        """
+        if fresh or not self._pools:
+            await self._refresh()
+        elif time.monotonic() - self._asked_at_s > FRESH_S:
+            with suppress(RedisError, OSError):
+                await self._refresh()
+        return self._pools
+
+    async def route(self, model: str | None) -> Pool:
+        """The pool that serves `model`, by a worker's name for it or the pool's. Raises `unknown_model`."""
+        pools = await self.pools()
+        if model is None or model == self._default:
+            return pools[self._default]
+        if model in pools:
+            return pools[model]
+        serving = [pool for pool in pools.values() if model in pool.models]
+        if serving:
+            return max(serving, key=lambda pool: (len(pool.cards), pool.name == self._default, pool.name))
+        known = ", ".join(sorted(model_names(pools.values())))
+        raise HeadraceError(
+            "unknown_model", f"No pool serves {model[:128]!r}. Known models: {known}.", "model"
+        )
+
+    async def _refresh(self) -> None:
+        self._asked_at_s = time.monotonic()
+        async with asyncio.timeout(TIMEOUT_S):
+            self._pools = await self._read()
+
+    async def _read(self) -> dict[str, Pool]:
+        names = {name.decode(errors="replace") for name in await self._redis.smembers(POOLS)}  # type: ignore[misc]
+        ordered = [self._default, *sorted(name for name in names - {self._default} if valid_pool(name))]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in ordered:
+                pipe.zrange(Keys(name).workers, 0, -1)
+            members = await pipe.execute()
+        return {name: await self._read_pool(name, ids) for name, ids in zip(ordered, members, strict=True)}
+
+    async def _read_pool(self, name: str, worker_ids: list[bytes]) -> Pool:
+        keys = Keys(name)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker_id in worker_ids:
+                pipe.hgetall(keys.worker(worker_id.decode()))
+            hashes = await pipe.execute()
+        live = zip(worker_ids, hashes, strict=True)
+        return Pool(name, {worker_id.decode(): _text(card) for worker_id, card in live if card})
+
+
+def model_names(pools: Iterable[Pool]) -> set[str]:
+    return {name for pool in pools for name in pool.models}
+
+
+def _text(card: dict[bytes, bytes]) -> dict[str, str]:
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, value in card.items()}

@@ -1,0 +1,120 @@
+"""The gateway's Prometheus series: all present from the start, one registry an app."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from headrace.errors import ERRORS
+from headrace.messages import CLASSES, End
+
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/jobs")
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """Owns the series. Labels come from closed lists, never from what a client wrote."""
+
+    def __init__(self, pool: str) -> None:
+        self.registry = reg = CollectorRegistry()
+        self.requests = Counter(
+            "headrace_requests", "Requests by route and status.", ["route", "status"], registry=reg
+        )
+        self.errors = Counter("headrace_errors", "Failures by error code.", ["code"], registry=reg)
+        self.in_flight = Gauge("headrace_streams_in_flight", "Open event streams.", registry=reg)
+        self.left = Counter("headrace_clients_left", "Clients that left before the end.", registry=reg)
+        self.ttft = Histogram(
+            "headrace_ttft_seconds", "Request to first token.", ["route"], buckets=_SECONDS, registry=reg
+        )
+        self.e2e = Histogram(
+            "headrace_e2e_seconds", "Request to terminal event.", ["route"], buckets=_SECONDS, registry=reg
+        )
+        self.prompt_tokens = Counter("headrace_prompt_tokens", "Prompt tokens of ended jobs.", registry=reg)
+        self.completion_tokens = Counter("headrace_completion_tokens", "Generated tokens.", registry=reg)
+        self.redis_up = Gauge("headrace_redis_up", "1 when Redis answered the last question.", registry=reg)
+        self.queue = Gauge(
+            "headrace_queue_entries", "Queue entries, running ones too.", ["pool", "class"], registry=reg
+        )
+        self.running = Gauge("headrace_jobs_running", "Jobs that a worker holds.", ["pool"], registry=reg)
+        self.workers = Gauge("headrace_workers", "Live workers.", ["pool"], registry=reg)
+        self._start_at_zero(pool)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def count_end(self, event: End) -> None:
+        if event.usage is not None:
+            self.prompt_tokens.inc(event.usage.prompt_tokens)
+            self.completion_tokens.inc(event.usage.completion_tokens)
+
+    def count_error(self, code: str) -> None:
+        self.errors.labels(code).inc()
+
+    def set_pool(self, pool: str, *, entries: dict[str, int], running: int, workers: int) -> None:
+        for job_class, count in entries.items():
+            self.queue.labels(pool, job_class).set(count)
+        self.running.labels(pool).set(running)
+        self.workers.labels(pool).set(workers)
+
+    def _start_at_zero(self, pool: str) -> None:
+        for code in ERRORS:
+            self.errors.labels(code)
+        for route in ROUTES:
+            self.requests.labels(route, "200")
+        for route in ROUTES[:2]:
+            self.ttft.labels(route)
+            self.e2e.labels(route)
+        self.set_pool(pool, entries=dict.fromkeys(CLASSES, 0), running=0, workers=0)
+
+
+@dataclass(slots=True)
+class Timing:
+    """Times one request from its arrival; each of the two moments counts once."""
+
+    metrics: Metrics
+    route: str
+    arrived_s: float = field(default_factory=time.monotonic)
+    _told_first: bool = False
+
+    def first_token(self) -> None:
+        if not self._told_first:
+            self._told_first = True
+            self.metrics.ttft.labels(self.route).observe(time.monotonic() - self.arrived_s)
+
+    def ended(self) -> None:
+        self.metrics.e2e.labels(self.route).observe(time.monotonic() - self.arrived_s)
+
+
+@contextmanager
+def open_stream(metrics: Metrics) -> Iterator[None]:
+    metrics.in_flight.inc()
+    try:
+        yield
+    finally:
+        metrics.in_flight.dec()
+
+
+class CountRequests:
+    """ASGI middleware: counts answers by route template and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("path_template") or "other"
+                self._metrics.requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)

@@ -1,0 +1,34 @@
+"""GET /v1/models: every pool by its name, and the names its live workers give their model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from litestar import get
+from litestar.params import PathParameter
+
+from gateway.core import GatewayHere
+from gateway.directory import Pool
+from gateway.openai.schema import ModelCard, ModelList
+from headrace.errors import HeadraceError
+
+
+@get("/models", tags=["OpenAI"], summary="Models that can be asked for")
+async def list_models(gateway: GatewayHere) -> ModelList:
+    pools = await gateway.directory.pools()
+    cards = {name: _card(gateway, pool, name) for pool in pools.values() for name in sorted(pool.models)}
+    return ModelList(data=list(cards.values()))
+
+
+@get("/models/{name:path}", tags=["OpenAI"], summary="One model")
+async def get_model(
+    gateway: GatewayHere, name: Annotated[str, PathParameter(description="The model's name.")]
+) -> ModelCard:
+    wanted = name.lstrip("/")
+    if not wanted:
+        raise HeadraceError("unknown_model", field="model")
+    return _card(gateway, await gateway.directory.route(wanted), wanted)
+
+
+def _card(gateway: GatewayHere, pool: Pool, name: str) -> ModelCard:
+    return ModelCard(id=name, created=gateway.started_s, pool=pool.name, workers=len(pool.cards))

@@ -1,0 +1,195 @@
+"""OpenAI's request and response shapes, and ours beside them. Fields not named here are ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar.dto import DTOConfig
+
+from gateway.decoding import StrictDTO
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+
+
+class Extensions(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling fields both endpoints share, and how the job is queued and when it is dropped."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop: bool | None = None
+    bad_words: list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    job_class: str | None = msgspec.field(default=None, name="class")
+    tenant: str | None = None
+    ttl_ms: int | None = None
+    on_disconnect: str | None = None
+
+
+class ChatRequest(Extensions, kw_only=True, omit_defaults=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+
+
+class CompletionRequest(Extensions, kw_only=True, omit_defaults=True):
+    """`prompt` is a string, a list of token ids, or a list of either; each of several prompts is a job."""
+
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+
+
+class ChatDTO(StrictDTO[ChatRequest]):
+    config = DTOConfig(rename_fields={"job_class": "class"}, max_nested_depth=3)
+
+
+class CompletionDTO(StrictDTO[CompletionRequest]):
+    config = DTOConfig(rename_fields={"job_class": "class"}, max_nested_depth=3)
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int = 0
+
+
+class UsageBody(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str | None = None
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody | None = None
+    system_fingerprint: str | None = None
+    seed: int | None = None  # the seed in force, so that the answer can be drawn again
+
+
+class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """`usage` is left out unless the request asked for it; then it is null on all chunks but the last."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class TextLogprobs(msgspec.Struct, kw_only=True):
+    """Parallel lists, one entry a token; `text_offset` counts characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TextChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class TextCompletion(msgspec.Struct, kw_only=True):
+    """Also the chunk of a stream: the two have the same shape."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    system_fingerprint: str | None = None
+    usage: UsageBody | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "headrace"
+    pool: str
+    workers: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]

@@ -1,0 +1,169 @@
+"""What both OpenAI endpoints do with a planned request: submit, then stream or wait for the results."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+
+from gateway.core import Gateway
+from gateway.disconnect import OnDisconnect
+from gateway.errors import CLIENT_CLOSED_REQUEST, describe, job_error
+from gateway.merge import merged
+from gateway.metrics import Timing, open_stream
+from gateway.openai.schema import PromptTokensDetails, UsageBody
+from gateway.store import JobRef, NewJob
+from gateway.stream import DONE, ClientLeftError, EventStream, sse, unless_client_leaves
+from headrace.messages import Delta, End, Event, Finish, Result, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is the same in every chunk of an answer."""
+
+    id: str
+    created_s: int
+    model: str
+    fingerprint: str | None
+    num_choices: int  # for each prompt
+    include_usage: bool = False
+    echo: tuple[str, ...] | None = None  # the prompts, which come before each choice's text
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked request, one job for each prompt, nothing submitted yet."""
+
+    head: Head
+    jobs: list[NewJob]
+    on_disconnect: OnDisconnect
+    stream: bool
+
+
+class Writer(ABC):
+    """Turns events and results into one endpoint's shapes. Holds what a stream must remember."""
+
+    @abstractmethod
+    def delta(self, prompt_index: int, event: Delta) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def finish(self, prompt_index: int, event: Finish) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def usage(self, usage: UsageBody) -> bytes:
+        """The chunk with empty `choices` that ends a stream whose client asked for usage."""
+
+    @abstractmethod
+    def whole(self, results: list[Result], usage: UsageBody) -> msgspec.Struct: ...
+
+
+async def answer(
+    gateway: Gateway, request: Request[Any, Any, Any], plan: Plan, writer: Writer
+) -> Response[Any]:
+    """Submits before anything is sent, so that a refusal still has its own status. Raises HeadraceError."""
+    timing = Timing(gateway.metrics, request.scope["path_template"])
+    refs = await gateway.submit_all(plan.jobs)
+    headers = {"x-headrace-jobs": ",".join(ref.id for ref in refs)}
+    if not plan.stream:
+        return await _wait(gateway, request, plan, refs, writer, timing, headers)
+    return EventStream(
+        _chunks(gateway, plan, refs, writer, timing),
+        heartbeat_s=gateway.settings.heartbeat_s,
+        on_left=lambda: gateway.client_left(refs, plan.on_disconnect),
+        headers=headers,
+    )
+
+
+async def _chunks(
+    gateway: Gateway, plan: Plan, refs: Sequence[JobRef], writer: Writer, timing: Timing
+) -> AsyncGenerator[bytes, None]:
+    """The stream's chunks. A failure is told by an error event; nothing follows it, not even [DONE]."""
+    usages: list[Usage] = []
+    with open_stream(gateway.metrics):
+        try:
+            async with aclosing(_events(gateway, refs, timing)) as events:
+                async for index, event in events:
+                    for chunk in _written(writer, index, event, usages):
+                        yield chunk
+        except Exception as exc:
+            gateway.abandon(refs)
+            gateway.report(exc)
+            yield sse(msgspec.json.encode(describe(exc)[1]))
+            return
+        timing.ended()
+        if plan.head.include_usage:
+            yield writer.usage(total(usages))
+        yield DONE
+
+
+def _written(writer: Writer, index: int, event: Event, usages: list[Usage]) -> Iterable[bytes]:
+    if isinstance(event, Delta):
+        return writer.delta(index, event)
+    if isinstance(event, Finish):
+        return writer.finish(index, event)
+    _note_end(event, usages)
+    return ()
+
+
+async def _wait(
+    gateway: Gateway,
+    request: Request[Any, Any, Any],
+    plan: Plan,
+    refs: Sequence[JobRef],
+    writer: Writer,
+    timing: Timing,
+    headers: dict[str, str],
+) -> Response[Any]:
+    try:
+        usages = await unless_client_leaves(request.receive, _until_ended(gateway, refs, timing))
+        results = [await gateway.store.result(ref) for ref in refs]
+    except ClientLeftError:
+        gateway.client_left(refs, plan.on_disconnect)
+        return Response(None, status_code=CLIENT_CLOSED_REQUEST, media_type="application/json")
+    except Exception:
+        gateway.abandon(refs)
+        raise
+    timing.ended()
+    return Response(writer.whole(results, total(usages)), headers=headers, media_type="application/json")
+
+
+async def _until_ended(gateway: Gateway, refs: Sequence[JobRef], timing: Timing) -> list[Usage]:
+    usages: list[Usage] = []
+    async with aclosing(_events(gateway, refs, timing)) as events:
+        async for _, event in events:
+            if isinstance(event, End):
+                _note_end(event, usages)
+    return usages
+
+
+async def _events(
+    gateway: Gateway, refs: Sequence[JobRef], timing: Timing
+) -> AsyncGenerator[tuple[int, Event], None]:
+    async with aclosing(merged([gateway.store.follow(ref) for ref in refs])) as events:
+        async for index, event in events:
+            if isinstance(event, Delta):
+                timing.first_token()
+            if isinstance(event, End):
+                gateway.metrics.count_end(event)
+            yield index, event
+
+
+def _note_end(event: End, usages: list[Usage]) -> None:
+    if event.status != "done":
+        raise job_error(event.error, event.status)
+    if event.usage is not None:
+        usages.append(event.usage)
+
+
+def total(usages: Sequence[Usage]) -> UsageBody:
+    return UsageBody(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        total_tokens=sum(usage.total_tokens for usage in usages),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(usage.cached_tokens for usage in usages)),
+    )

@@ -1,0 +1,75 @@
+"""The HTTP server around the app: its socket, its patience with clients, its way of stopping."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from litestar.types import ASGIApp
+
+from gateway.app import create_app
+from headrace.config import ConfigError, GatewaySettings
+
+BACKLOG = 2048
+STALLED_CLIENT_MS = 60_000
+KEEP_ALIVE_IDLE_S = 20
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound, listening socket. Raises ConfigError when the address is unknown or taken."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as exc:
+        raise ConfigError(f"HEADRACE_HOST={host}: {exc.strerror or exc}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _drop_dead_clients(sock)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(f"HEADRACE_PORT={port}: cannot listen on {host}: {exc.strerror or exc}") from None
+    return sock
+
+
+def _drop_dead_clients(sock: socket.socket) -> None:
+    # Accepted connections inherit these. The kernel then ends those whose peer is gone or reads
+    # nothing at all: `send` would wait for them for ever.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_CLIENT_MS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_IDLE_S)
+
+
+def make_server(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+    )
+    return uvicorn.Server(config)
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serves until SIGTERM or SIGINT, then lets open streams end within `drain_timeout_s`."""
+    sock = listen(settings.host, settings.port)
+    server = make_server(create_app(settings), settings)
+
+    def stop(_: int, __: FrameType | None) -> None:
+        # uvicorn raises its signal again when it has stopped; before it has started, this is all there is.
+        if not server.started:
+            raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    with sock:
+        server.run(sockets=[sock])
+    return 0 if server.started else 1

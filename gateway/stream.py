@@ -1,0 +1,134 @@
+"""Server-sent events: headers at once, heartbeats, and the moment the client leaves.
+
+Nothing is buffered here: one chunk is asked of the source when the one before is on its way, and `send` waits
+while the client's socket is full. The source does the bounding (see `headrace.follow`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from litestar import Response
+from litestar.types import ASGIApp, Receive, Scope, Send
+
+T = TypeVar("T")
+OPENING = b": headrace\n\n"
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store, no-transform"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+def sse(data: bytes, *, event: str | None = None, event_id: int | None = None) -> bytes:
+    """One event. `data` is JSON without line breaks."""
+    head = b"" if event_id is None else b"id: %d\n" % event_id
+    if event is not None:
+        head += b"event: " + event.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
+
+
+async def client_left(receive: Receive) -> None:
+    """Returns when the client has left. The request's body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientLeftError."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(client_left(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientLeftError
+    finally:
+        await _stop(gone, task)
+
+
+class EventStream(Response[bytes]):
+    """Streams `chunks`. `on_left` is called if the client leaves before their end."""
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        *,
+        heartbeat_s: float,
+        on_left: Callable[[], None],
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(b"", media_type="text/event-stream", headers=headers)
+        self._chunks = chunks
+        self._heartbeat_s = heartbeat_s
+        self._on_left = on_left
+        self._extra = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+
+    def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]
+        return self._serve
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(client_left(receive))
+        complete = False
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS + self._extra})
+            await send({"type": "http.response.body", "body": OPENING, "more_body": True})
+            complete = await self._pump(send, gone)
+            if complete:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await _stop(gone)
+            await self._chunks.aclose()
+            if not complete and not _being_cancelled():
+                self._on_left()
+
+    async def _pump(self, send: Send, gone: asyncio.Future[None]) -> bool:
+        """Sends until the source ends (True) or the client has left (False)."""
+        upcoming: asyncio.Future[bytes] | None = None
+        quiet_since_s = time.monotonic()
+        try:
+            while True:
+                upcoming = upcoming or asyncio.ensure_future(anext(self._chunks))
+                left_s = max(0.0, quiet_since_s + self._heartbeat_s - time.monotonic())
+                waiting: set[asyncio.Future[Any]] = {upcoming, gone}
+                await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    return False
+                chunk, upcoming = _take(upcoming)
+                if chunk is None:
+                    return True
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                quiet_since_s = time.monotonic()
+        finally:
+            if upcoming is not None:
+                await _stop(upcoming)
+
+
+def _take(upcoming: asyncio.Future[bytes]) -> tuple[bytes | None, asyncio.Future[bytes] | None]:
+    """What to send now (None: the source has ended) and the task that is still waited for."""
+    if not upcoming.done():
+        return PING, upcoming
+    try:
+        return upcoming.result(), None
+    except StopAsyncIteration:
+        return None, None
+
+
+async def _stop(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
