@@ -34,6 +34,8 @@ class BlockRunner:
         self.cells: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.plans: list[StepPlan] = []
         self.forgotten: list[int] = []
+        self.strict = True  # plans run as soon as they are made
+        self.progress: dict[int, int] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -41,12 +43,20 @@ class BlockRunner:
             self.cells[destination] = list(self.cells[source])
         for part in plan.sequences:
             self._write(part)
+            self._follow(part)
         sampled = {p.seq_id: self._draw(p) for p in plan.sequences if p.sample is not None}
         scores = {p.seq_id: _score(p) for p in plan.sequences if p.prompt_logprobs is not None}
         return StepResult(sampled, {}, scores)
 
     def forget(self, seq_id: int) -> None:
         self.forgotten.append(seq_id)
+        self.progress.pop(seq_id, None)
+
+    def _follow(self, part: SequencePlan) -> None:
+        """A runner may keep state of a sequence: chunks follow one another until it is told to forget."""
+        if self.strict:
+            assert part.start == self.progress.get(part.seq_id, part.start), "a chunk starts elsewhere"
+            self.progress[part.seq_id] = part.start + len(part.token_ids)
 
     def read(self, part: SequencePlan) -> list[int]:
         count = part.start + len(part.token_ids)

@@ -45,13 +45,13 @@ class Engine:
     def step(self) -> list[Output]:
         """One step. No output while `has_work` may mean that nothing can run before `wake_at`."""
         plan = self.scheduler.plan(self.clock())
+        self._forget_released()
         if plan is not None:
             started_s = self.clock()
             result = run_isolated(self.runner.run, plan)
             ended_s = self.clock()
             self.scheduler.apply(plan, result, ended_s, ended_s - started_s)
-        for seq_id in self.scheduler.take_released():
-            self.runner.forget(seq_id)
+            self._forget_released()
         return self.scheduler.take_outputs()
 
     def wake_at(self) -> float | None:
@@ -64,3 +64,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
+
+    def _forget_released(self) -> None:
+        """Before a run, too: a preempted sequence may be part of the very next plan, from its start."""
+        for seq_id in self.scheduler.take_released():
+            self.runner.forget(seq_id)
