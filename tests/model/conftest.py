@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ class Driver:
     def run(
         self, sequences: list[Sequence], num_tokens: int, chunk: Callable[[], int] = lambda: 10_000
     ) -> list[Sequence]:
-        """Until each sequence has `num_tokens` of output; `chunk` is asked for each sequence's tokens of a step."""
+        """Until each has `num_tokens` of output; `chunk` is asked for each sequence's tokens of a step."""
         block_size = self.runner.kv.block_size
         free = list(range(self.runner.kv.num_blocks))
         self.random.shuffle(free)
@@ -107,7 +108,7 @@ def tiny_model(config: Any) -> tuple[LoadedModel, Any]:
 
     config._attn_implementation = "eager"
     torch.manual_seed(3)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
     ours = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, tensor in plain.named_parameters():

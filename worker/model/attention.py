@@ -114,7 +114,11 @@ def discover_layers(model: nn.Module, context: AttentionContext, device: torch.d
     """One pass over a few tokens that learns the layers' shapes. Raises UnsupportedModel."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
-    with torch.inference_mode():
-        model(input_ids=ids, position_ids=positions, use_cache=False)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+    except (TypeError, AttributeError, RuntimeError, ValueError) as problem:
+        first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise UnsupportedModel(f"it does not run over the attention interface ({first})") from problem
     if not context.shapes:
         raise UnsupportedModel("none of its layers calls the attention interface")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -10,10 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+log = structlog.get_logger()
 FORMAT = 1  # raise it when the folder's content changes
 _DONE = "inflated.json"
 
@@ -26,6 +30,7 @@ def inflated_folder(gguf: Path, cache_dir: Path) -> Path:
     folder = cache_dir / "inflated" / f"{gguf.stem}-{_identity(gguf)}"
     if _is_whole(folder):
         return folder
+    log.info("inflating a GGUF file, once", file=gguf.name, into=str(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".inflating-", dir=folder.parent))
     try:
@@ -50,9 +55,10 @@ def inflate_model(gguf: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    loaded = load_gguf_checkpoint(
-        str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # it draws a progress bar that no setting turns off
+        loaded = load_gguf_checkpoint(
+            str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
+        )
     config.architectures = [type(model).__name__]
     config._name_or_path = ""
     return config, {name: tensor.contiguous() for name, tensor in loaded["tensors"].items()}

@@ -24,7 +24,7 @@ class LayerShape:
 
 
 class KVCache:
-    """k[layer], v[layer]: [num_blocks + 1, block_size, kv_heads, dim]. The last block stays zero, for padding.
+    """k[layer], v[layer]: [num_blocks + 1, block_size, kv_heads, dim]. The last block stays zero: padding.
 
     No slot holds a stale NaN or infinity: a block is cleared when its first slot is about to be written, so
     masked slots of a partly filled block contribute exact zeros (0 · NaN would not).

@@ -269,6 +269,6 @@ def _one_line_errors(name: str) -> Iterator[None]:
     except ModelError as problem:
         text = str(problem)
         raise (problem if text.startswith("model ") else ModelError(f"model {name}: {text}")) from problem
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as problem:
+    except Exception as problem:  # transformers and its readers raise errors of every kind
         first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         raise ModelError(f"model {name}: cannot be loaded: {first}") from problem

@@ -138,7 +138,7 @@ def _score(raw: Tensor, rows: Sequence[SampleRow], tokens: Mapping[int, int]) ->
     """Tokens with the log-probabilities their requests ask for; 0.0 where none are asked for."""
     out = {rows[i].seq_id: ScoredToken(token, 0.0) for i, token in tokens.items()}
     by_k: dict[int, list[int]] = {}
-    for i in tokens:
+    for i in sorted(tokens):
         k = rows[i].plan.params.logprobs
         if k is not None:
             by_k.setdefault(k, []).append(i)
@@ -149,7 +149,7 @@ def _score(raw: Tensor, rows: Sequence[SampleRow], tokens: Mapping[int, int]) ->
 
 
 def _pick(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """The chosen rows, without a copy when they are all."""
+    """The chosen rows, in ascending order, without a copy when they are all."""
     if len(rows) == logits.shape[0]:
         return logits
     return logits[torch.tensor(rows, device=logits.device)]

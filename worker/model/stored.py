@@ -1,0 +1,121 @@
+"""In which form a matrix is kept for the compiled products: as its file has it, if that loses nothing.
+
+A GGUF file's blocks are taken as they are, where they are shown to inflate to the very weights of the model.
+Weights that came from a bf16 or fp16 checkpoint go back to two bytes, where that is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor, nn
+
+from headrace_kernels import matmul
+from headrace_kernels.matmul.reference import dequantize
+
+log = structlog.get_logger()
+SAMPLED_ROWS = 48  # compared before blocks are taken for a weight's
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight [n, k], as fp32, bf16 or fp16 elements, or as GGUF blocks of a storage of `matmul`."""
+
+    data: Tensor
+    storage: str  # "dense", or "q8_0", "q4_0", "q4_1"
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[0]
+
+    def inflated(self) -> Tensor:
+        return self.data.float() if self.storage == "dense" else dequantize(self.data, self.storage)
+
+    def pack(self, bias: Tensor | None = None, rows: Sequence[int] | None = None) -> matmul.PackedWeight:
+        if self.storage == "dense":
+            return matmul.pack(self.data, bias, rows=rows)
+        return matmul.pack_blocks(self.data, self.storage, bias, rows=rows)
+
+
+def stack(parts: Sequence[Matrix]) -> Matrix:
+    """The rows of all parts; inflated if they are not stored alike."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({(p.storage, p.data.dtype) for p in parts}) == 1:
+        return Matrix(torch.cat([p.data for p in parts]), parts[0].storage)
+    return Matrix(torch.cat([p.inflated() for p in parts]), "dense")
+
+
+def narrowed(weight: Tensor) -> Matrix:
+    """The weight in two bytes an element, if those hold it exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        sample = weight[:: max(1, weight.shape[0] // 4)]
+        if torch.equal(sample.to(dtype).float(), sample):
+            small = weight.to(dtype)
+            if torch.equal(small.float(), weight):
+                return Matrix(small, "dense")
+    return Matrix(weight, "dense")
+
+
+class WeightSource:
+    """Matrices of a model's modules. `gguf`: the file its weights were inflated from, if any."""
+
+    def __init__(self, model: nn.Module, gguf: Path | None) -> None:
+        self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
+        self._blocks: Mapping[str, Any] = {}
+        if gguf is not None:
+            self._blocks = _read_blocks(model, gguf)
+
+    def matrix(self, module: nn.Module, heads: int | None = None) -> Matrix:
+        """The weight of a linear layer or embedding; `heads`: its rows may be pairs of rotated dimensions."""
+        weight: Tensor = module.weight.detach()  # type: ignore[assignment,operator]
+        tensor = self._blocks.get(self._names.get(id(module.weight), ""))
+        return (_matching_blocks(tensor, weight, heads) if tensor is not None else None) or narrowed(weight)
+
+
+def _read_blocks(model: Any, gguf: Path) -> dict[str, Any]:
+    """The file's quantised tensors by the model's parameter names, as far as they are known."""
+    from gguf import GGUFReader, get_tensor_name_map
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    reader = GGUFReader(gguf)
+    field = reader.get_field("general.architecture")
+    named = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    arch = named.get(field.contents() if field is not None else "")
+    if arch is None:
+        return {}
+    names = get_tensor_name_map(arch, model.config.get_text_config().num_hidden_layers)
+    tensors = {t.name: t for t in reader.tensors if t.tensor_type.name.lower() in matmul.STORAGES}
+    found = {}
+    for name, _ in model.named_parameters():
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        if theirs in tensors:
+            found[name] = tensors[theirs]
+    return found
+
+
+def _matching_blocks(tensor: Any, weight: Tensor, heads: int | None) -> Matrix | None:
+    storage = tensor.tensor_type.name.lower()
+    if storage not in ("q8_0", "q4_0", "q4_1"):
+        return None
+    blocks = torch.from_numpy(np.array(tensor.data)).view(weight.shape[0], -1)
+    sample = torch.linspace(0, weight.shape[0] - 1, min(SAMPLED_ROWS, weight.shape[0])).long()
+    for order in _row_orders(weight.shape[0], heads):
+        if torch.equal(dequantize(blocks[order[sample]], storage), weight[sample]):
+            return Matrix(blocks[order].contiguous(), storage)
+    log.warning("gguf_blocks_do_not_match", tensor=tensor.name)
+    return None
+
+
+def _row_orders(rows: int, heads: int | None) -> list[Tensor]:
+    """As they are, or with the two halves of each head interleaved, as llama.cpp stores queries and keys."""
+    plain = torch.arange(rows)
+    if heads is None or rows % (2 * heads):
+        return [plain]
+    return [plain, plain.view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()]
