@@ -119,6 +119,25 @@ def test_the_model_finds_the_costs_in_spite_of_outliers() -> None:
     assert model.key_s == pytest.approx(10 * KEY_S, rel=0.1)
 
 
+def test_a_quiet_hour_does_not_unlearn_what_full_steps_cost() -> None:
+    rng, budget = random.Random(2), AdaptiveBudget(512, 32, target_s=0.08)
+
+    def steps(count: int, most: int) -> None:
+        for i in range(count):
+            tokens = min(most, budget.limits().num_tokens)
+            load = StepLoad(tokens, tokens * (100 + i % 400), min(tokens, 8))
+            noise = NOISE_S * (rng.random() < 0.3)
+            budget.observe(load, BASE_S + TOKEN_S * tokens + KEY_S * load.kv_read + noise)
+
+    steps(300, 512)
+    learned = budget.limits().num_tokens
+    for _ in range(20):
+        steps(100, 1)
+        assert 0.8 * learned <= budget.limits().num_tokens <= 1.25 * learned
+    steps(50, 512)
+    assert 0.8 * learned <= budget.limits().num_tokens <= 1.25 * learned
+
+
 def test_the_model_stays_finite_when_steps_are_all_alike() -> None:
     model = StepTimeModel()
     for _ in range(5000):
