@@ -55,7 +55,7 @@ class Follower:
     """
 
     def __init__(self, url: str, *, redis: redis.asyncio.Redis | None = None, outage_s: float = 30.0) -> None:
-        """`redis`: a client for reading logs that stays the caller's. `outage_s`: how long Redis may be away."""
+        """`redis`: a client for reading logs, not closed here. `outage_s`: how long Redis may be away."""
         self._channels = LiveChannels(url)
         self._redis = redis or connect(url, max_connections=8)
         self._owns_redis = redis is None
