@@ -8,7 +8,7 @@ from headrace.logs import configure_logging
 
 
 def run(settings: GatewaySettings) -> int:
-    from gateway import server
+    from gateway import server  # slow to import: not for --help
 
     configure_logging(settings.log_format, settings.log_level)
     return server.run(settings)

@@ -65,6 +65,11 @@ def tenant_of(connection: ASGIConnection[Any, Any, Any, Any], asked: str | None)
     return bound or asked or "default"
 
 
+def may_see(connection: ASGIConnection[Any, Any, Any, Any], tenant: str) -> bool:
+    """Whether the request's key opens jobs of `tenant`."""
+    return connection.scope["state"].get(TENANT) in (None, tenant)
+
+
 def _parse(text: str) -> ApiKey:
     tenant, colon, secret = text.partition(":")
     return ApiKey(_digest(secret), tenant) if colon else ApiKey(_digest(text), None)

@@ -18,11 +18,11 @@ from gateway.metrics import Metrics
 from gateway.store import JobRef, NewJob, Store
 from headrace.config import GatewaySettings
 
-SUBMIT_TIMEOUT_S = 1.0
+SUBMIT_TIMEOUT_S = 0.9
 CANCEL_RETRY_S = 1.0
 CANCEL_ATTEMPTS = 60
 UNSUBSCRIBE_S = 0.1
-log = structlog.get_logger(__name__)
+log = structlog.get_logger("headrace.gateway")
 
 
 class Gateway:
@@ -73,7 +73,7 @@ class Gateway:
         """Counts a failure told inside a stream, and logs it if it is ours."""
         status, body = describe(exc)
         self.metrics.count_error(body.error.code)
-        if status >= 500:
+        if status >= 500 and status != 503:
             log.warning("stream_failed", code=body.error.code, error=type(exc).__name__)
 
     async def close(self) -> None:

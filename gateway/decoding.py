@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from litestar.dto import MsgspecDTO
+from litestar.openapi.spec import Reference, Schema
+from litestar.typing import FieldDefinition
 
 from headrace.errors import HeadraceError
+
+if TYPE_CHECKING:
+    from litestar._openapi.schema_generation import SchemaCreator
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -22,6 +27,13 @@ class StrictDTO(MsgspecDTO[S]):
 
     def decode_bytes(self, value: bytes) -> Any:
         return decode(value, self.model_type)
+
+    @classmethod
+    def create_openapi_schema(
+        cls, field_definition: FieldDefinition, handler_id: str, schema_creator: SchemaCreator
+    ) -> Reference | Schema:
+        """The struct itself, under its own name."""
+        return schema_creator.for_field_definition(field_definition)
 
 
 def decode(raw: bytes, kind: type[T]) -> T:

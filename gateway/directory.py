@@ -15,7 +15,7 @@ from headrace.errors import HeadraceError
 from headrace.keys import POOLS, Keys, valid_pool
 
 FRESH_S = 1.0
-TIMEOUT_S = 0.9
+TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +46,39 @@ class Directory:
         self._default = default_pool
         self._pools: dict[str, Pool] = {}
         self._asked_at_s = float("-inf")
+        self._refreshing: asyncio.Task[None] | None = None  # a reference, so that it is not collected
 
     async def pools(self, *, fresh: bool = False) -> dict[str, Pool]:
-        """All known pools by name, the gateway's own among them. Raises RedisError, TimeoutError.
-
-        While Redis does not answer, an old copy is as good as any: what is done next will fail by itself.
-        """
-        if fresh or not self._pools:
+        """All known pools by name, the gateway's own among them. Raises RedisError, TimeoutError."""
+        if fresh or time.monotonic() - self._asked_at_s > FRESH_S or not self._pools:
             await self._refresh()
-        elif time.monotonic() - self._asked_at_s > FRESH_S:
-            with suppress(RedisError, OSError):
-                await self._refresh()
         return self._pools
 
     async def route(self, model: str | None) -> Pool:
-        """The pool that serves `model`, by a worker's name for it or the pool's. Raises `unknown_model`."""
-        pools = await self.pools()
-        if model is None or model == self._default:
-            return pools[self._default]
-        if model in pools:
-            return pools[model]
-        serving = [pool for pool in pools.values() if model in pool.models]
-        if serving:
-            return max(serving, key=lambda pool: (len(pool.cards), pool.name == self._default, pool.name))
-        known = ", ".join(sorted(model_names(pools.values())))
-        raise HeadraceError(
-            "unknown_model", f"No pool serves {model[:128]!r}. Known models: {known}.", "model"
-        )
+        """The pool that serves `model`, by a worker's name for it or the pool's. Raises `unknown_model`.
+
+        An old copy is good enough and renewed meanwhile, so that this does not wait for Redis.
+        """
+        pools = self._pools or await self.pools()
+        if time.monotonic() - self._asked_at_s > FRESH_S:
+            self._refresh_meanwhile()
+        found = _serving(pools, model, self._default)
+        if found is None:
+            pools = await self.pools(fresh=True)
+            found = _serving(pools, model, self._default)
+        if found is None:
+            known = ", ".join(sorted(model_names(pools.values())))
+            message = f"No pool serves {(model or '')[:128]!r}. Known models: {known}."
+            raise HeadraceError("unknown_model", message, "model")
+        return found
+
+    def _refresh_meanwhile(self) -> None:
+        async def refresh() -> None:
+            with suppress(RedisError, OSError):
+                await self._refresh()
+
+        self._asked_at_s = time.monotonic()
+        self._refreshing = asyncio.get_running_loop().create_task(refresh())
 
     async def _refresh(self) -> None:
         self._asked_at_s = time.monotonic()
@@ -96,6 +102,14 @@ class Directory:
             hashes = await pipe.execute()
         live = zip(worker_ids, hashes, strict=True)
         return Pool(name, {worker_id.decode(): _text(card) for worker_id, card in live if card})
+
+
+def _serving(pools: dict[str, Pool], model: str | None, default: str) -> Pool | None:
+    """By pool name first, then the pool with the most workers that call their model so."""
+    if model is None or model in pools:
+        return pools[model or default]
+    serving = [pool for pool in pools.values() if model in pool.models]
+    return max(serving, key=lambda pool: (len(pool.cards), pool.name == default, pool.name), default=None)
 
 
 def model_names(pools: Iterable[Pool]) -> set[str]:

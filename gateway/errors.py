@@ -25,7 +25,7 @@ _CODES = {
     413: "too_large",
     503: "unavailable",
 }
-log = structlog.get_logger(__name__)
+log = structlog.get_logger("headrace.gateway")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ def handle(request: Request[Any, Any, Any], exc: Exception) -> Response[ErrorBod
     """Litestar's exception handler: every failure of a request leaves through here."""
     status, body = describe(exc)
     request.app.state.metrics.count_error(body.error.code)
-    if status >= 500:
+    if status >= 500 and status != 503:  # that Redis is away is told once, by the reaper
         _report(request, exc, status)
     headers = dict(getattr(exc, "headers", None) or {})
     if status in (429, 503):

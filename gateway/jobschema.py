@@ -60,7 +60,7 @@ class JobRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class JobDTO(StrictDTO[JobRequest]):
-    config = DTOConfig(rename_fields={"job_class": "class"}, max_nested_depth=3)
+    config = DTOConfig(max_nested_depth=3)
 
 
 class JobState(msgspec.Struct, kw_only=True, omit_defaults=True):

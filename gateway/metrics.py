@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,27 +22,21 @@ class Metrics:
     """Owns the series. Labels come from closed lists, never from what a client wrote."""
 
     def __init__(self, pool: str) -> None:
-        self.registry = reg = CollectorRegistry()
-        self.requests = Counter(
-            "headrace_requests", "Requests by route and status.", ["route", "status"], registry=reg
-        )
-        self.errors = Counter("headrace_errors", "Failures by error code.", ["code"], registry=reg)
-        self.in_flight = Gauge("headrace_streams_in_flight", "Open event streams.", registry=reg)
-        self.left = Counter("headrace_clients_left", "Clients that left before the end.", registry=reg)
-        self.ttft = Histogram(
-            "headrace_ttft_seconds", "Request to first token.", ["route"], buckets=_SECONDS, registry=reg
-        )
-        self.e2e = Histogram(
-            "headrace_e2e_seconds", "Request to terminal event.", ["route"], buckets=_SECONDS, registry=reg
-        )
-        self.prompt_tokens = Counter("headrace_prompt_tokens", "Prompt tokens of ended jobs.", registry=reg)
-        self.completion_tokens = Counter("headrace_completion_tokens", "Generated tokens.", registry=reg)
-        self.redis_up = Gauge("headrace_redis_up", "1 when Redis answered the last question.", registry=reg)
-        self.queue = Gauge(
-            "headrace_queue_entries", "Queue entries, running ones too.", ["pool", "class"], registry=reg
-        )
-        self.running = Gauge("headrace_jobs_running", "Jobs that a worker holds.", ["pool"], registry=reg)
-        self.workers = Gauge("headrace_workers", "Live workers.", ["pool"], registry=reg)
+        self.registry = CollectorRegistry()
+        common: Any = {"namespace": "headrace_gateway", "registry": self.registry}
+        timed: Any = {"labelnames": ["route"], "buckets": _SECONDS, **common}
+        self.requests = Counter("requests", "Requests by route and status.", ["route", "status"], **common)
+        self.errors = Counter("errors", "Failures by error code.", ["code"], **common)
+        self.in_flight = Gauge("streams_in_flight", "Open event streams.", **common)
+        self.left = Counter("clients_left", "Clients that left before the end.", **common)
+        self.ttft = Histogram("ttft_seconds", "From request to first token.", **timed)
+        self.e2e = Histogram("e2e_seconds", "From request to terminal event.", **timed)
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of answered requests.", **common)
+        self.completion_tokens = Counter("completion_tokens", "Tokens of answered requests.", **common)
+        self.redis_up = Gauge("redis_up", "1 when Redis answered the last question.", **common)
+        self.queue = Gauge("queue_entries", "Queue entries, running too.", ["pool", "class"], **common)
+        self.running = Gauge("jobs_running", "Jobs that a worker holds.", ["pool"], **common)
+        self.workers = Gauge("workers", "Live workers.", ["pool"], **common)
         self._start_at_zero(pool)
 
     def exposition(self) -> bytes:

@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 from gateway.core import Gateway
 
 INTERVAL_S = 1.0
-log = structlog.get_logger(__name__)
+log = structlog.get_logger("headrace.gateway")
 
 
 async def reap_forever(gateway: Gateway) -> None:

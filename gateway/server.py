@@ -6,15 +6,17 @@ import signal
 import socket
 from types import FrameType
 
+import structlog
 import uvicorn
 from litestar.types import ASGIApp
 
 from gateway.app import create_app
-from headrace.config import ConfigError, GatewaySettings
+from headrace.config import ConfigError, GatewaySettings, redact_url
 
 BACKLOG = 2048
 STALLED_CLIENT_MS = 60_000
 KEEP_ALIVE_IDLE_S = 20
+log = structlog.get_logger("headrace.gateway")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -51,6 +53,7 @@ def make_server(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Server:
         app,
         lifespan="on",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
@@ -70,6 +73,10 @@ def run(settings: GatewaySettings) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    host, port = sock.getsockname()[:2]
+    log.info(
+        "listening", url=f"http://{host}:{port}", pool=settings.pool, redis=redact_url(settings.redis_url)
+    )
     with sock:
         server.run(sockets=[sock])
     return 0 if server.started else 1

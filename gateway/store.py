@@ -163,9 +163,10 @@ class Store:
         if job_class not in CLASSES or not _ENTRY_ID.fullmatch(entry_id):
             return None
         for pool in pools:
-            if await self._redis.xrange(Keys(pool).queue(job_class), entry_id, entry_id):
-                fields = {"status": "queued", "class": job_class, "entry": entry_id}
-                return Found(JobRef(pool, job_id), fields)
+            for _, entry in await self._redis.xrange(Keys(pool).queue(job_class), entry_id, entry_id):
+                tenant = entry.get(b"tenant", b"default").decode(errors="replace")
+                state = {"status": "queued", "class": job_class, "entry": entry_id, "tenant": tenant}
+                return Found(JobRef(pool, job_id), state)
         return None
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 from litestar import Request, Response, post
+from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 
 from gateway.core import GatewayHere
@@ -101,7 +102,7 @@ def _choice(choice: Choice) -> ChatChoice:
     status_code=200,
     tags=["OpenAI"],
     summary="Chat completion",
-    responses=ERROR_RESPONSES,
+    responses={200: ResponseSpec(ChatCompletion, description="The whole answer."), **ERROR_RESPONSES},
 )
 async def create_chat_completion(
     data: Annotated[ChatRequest, Body(description="With `stream`, the answer is text/event-stream.")],

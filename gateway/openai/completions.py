@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 from litestar import Request, Response, post
+from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 
 from gateway.core import GatewayHere
@@ -122,7 +123,7 @@ class TextWriter(Writer):
     status_code=200,
     tags=["OpenAI"],
     summary="Text completion",
-    responses=ERROR_RESPONSES,
+    responses={200: ResponseSpec(TextCompletion, description="The whole answer."), **ERROR_RESPONSES},
 )
 async def create_completion(
     data: Annotated[CompletionRequest, Body(description="With `stream`, the answer is text/event-stream.")],

@@ -68,11 +68,11 @@ class CompletionRequest(Extensions, kw_only=True, omit_defaults=True):
 
 
 class ChatDTO(StrictDTO[ChatRequest]):
-    config = DTOConfig(rename_fields={"job_class": "class"}, max_nested_depth=3)
+    config = DTOConfig(max_nested_depth=3)
 
 
 class CompletionDTO(StrictDTO[CompletionRequest]):
-    config = DTOConfig(rename_fields={"job_class": "class"}, max_nested_depth=3)
+    config = DTOConfig(max_nested_depth=3)
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):

@@ -154,7 +154,7 @@ async def test_crowds_that_vanish_leave_nothing_behind(
         metrics = (await http.get("/metrics")).text
         return (
             await kit.channels(db) == []
-            and "headrace_streams_in_flight 0.0" in metrics
+            and "headrace_gateway_streams_in_flight 0.0" in metrics
             and not worker.running
         )
 
