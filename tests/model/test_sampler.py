@@ -163,7 +163,7 @@ def test_top_k_and_top_p_keep_what_they_say() -> None:
 def test_top_p_over_a_flat_row_sorts_all_of_it() -> None:
     vocab = 5000
     row = torch.linspace(0, 1e-3, vocab)
-    ids = tokens(row.expand(3000, -1), [plan(seed=i, top_p=0.6) for i in range(3000)])
+    ids = tokens(row.expand(800, -1), [plan(seed=i, top_p=0.6) for i in range(800)])
     assert min(ids) >= vocab * 0.4 - 3  # the likeliest 60 % are the highest ids
     assert min(ids) < vocab * 0.4 + 40
 

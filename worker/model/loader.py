@@ -66,8 +66,8 @@ def load(
     A GGUF file is inflated once into `cache_dir`, if given. On the CPU arithmetic is fp32. Raises ModelError.
     """
     started_s = time.perf_counter()
-    name = _name_of(model)
     path = _find(model, cache_dir)
+    name = _name_of(model, path)
     where = _device(device)
     if threads:
         torch.set_num_threads(threads)
@@ -208,12 +208,11 @@ def _find(model: str | Path | None, cache_dir: str | Path | None) -> Path:
     return resolve_model(None if model is None else str(model), cache_dir)
 
 
-def _name_of(model: str | Path | None) -> str:
-    text = "demo" if model is None else str(model)
-    path = Path(text).expanduser()
-    if not path.exists():
-        return text
-    return path.stem if path.suffix == ".gguf" else path.resolve().name
+def _name_of(model: str | Path | None, path: Path) -> str:
+    """The hub id as it was given; else the name of the file or folder."""
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.name if model is None or Path(model).expanduser().exists() else str(model)
 
 
 def _device(device: str) -> torch.device:

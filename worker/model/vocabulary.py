@@ -42,6 +42,6 @@ def _token_ids(folder: Path) -> dict[str, int]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a GGUF file is its own folder
         return {}
     return value if isinstance(value, dict) else {}
