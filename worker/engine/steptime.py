@@ -1,9 +1,9 @@
 """A model of how long a step takes, fitted while serving: seconds = a + b * tokens + c * keys read.
 
-Recursive least squares on the 3 x 3 information matrix, a few microseconds a step. Forgetting is directional
-(Cao and Schwartz, 2000): a step takes away old information only in the direction in which it brings new, so that
-an hour of small steps, all alike, does not unlearn what large ones cost. Outliers count less (Huber weights on a
-running scale of the residuals).
+Recursive least squares on the 3 x 3 information matrix, a few microseconds a step. Forgetting is
+directional (Cao and Schwartz, 2000): a step takes away old information only in the direction in which it
+brings new, so that an hour of small steps, all alike, does not unlearn what large ones cost. Outliers
+count less (Huber weights on a running scale of the residuals).
 """
 
 from __future__ import annotations
