@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,21 +12,23 @@ from rich.console import Console
 
 from benchmarks import latency as latency_figures
 from benchmarks.batching import MODES, Plan, compare
+from benchmarks.load import LoadError
 from benchmarks.scenarios import SCENARIOS
+from benchmarks.serving import ServingError
 from benchmarks.workload import peers_workload
+from headrace.embedded import EmbeddedRedisError
 
 RESULTS = Path(__file__).with_name("results")
-app = typer.Typer(add_completion=False, no_args_is_help=False)
+TOLD = (LoadError, ServingError, EmbeddedRedisError)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Model = Annotated[str, typer.Option(envvar=["MODEL", "HEADRACE_MODEL"], help="Model; empty: the demo model.")]
 Threads = Annotated[int, typer.Option(help="CPU threads of the worker; 0: all cores.")]
 
 
-@app.callback(invoke_without_command=True)
-def main(context: typer.Context) -> None:
+@app.callback()
+def main() -> None:
     """Measures Headrace on this machine; without a command, compares the ways of batching."""
-    if context.invoked_subcommand is None:
-        batching()
 
 
 @app.command()
@@ -81,5 +84,33 @@ def _settings(threads: int, model: str) -> dict[str, str | int]:
     return {**settings, "model": model} if model else settings
 
 
+def run() -> int:
+    """The exit status. A measurement that came to nothing is told in one line for each reason."""
+    try:
+        app(with_command(sys.argv[1:]))
+    except (*TOLD, ExceptionGroup) as failure:
+        found = reasons(failure)
+        if not all(isinstance(reason, TOLD) for reason in found):
+            raise
+        for reason in found:
+            print(f"bench: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def with_command(arguments: Sequence[str]) -> list[str]:
+    """`batching` is meant where no command is named."""
+    if arguments and (arguments[0] == "--help" or not arguments[0].startswith("-")):
+        return list(arguments)
+    return ["batching", *arguments]
+
+
+def reasons(failure: BaseException) -> list[BaseException]:
+    """The errors within a group of groups."""
+    if isinstance(failure, BaseExceptionGroup):
+        return [reason for inner in failure.exceptions for reason in reasons(inner)]
+    return [failure]
+
+
 if __name__ == "__main__":
-    app()
+    sys.exit(run())

@@ -65,7 +65,8 @@ def measure(
         f"{len(latency.joining_steps)} jobs, at most {max(latency.joining_steps)}"
     )
     console.print(
-        f"idle: {latency.idle_cpu:.1%} of a core, {latency.idle_commands_per_s:.1f} Redis commands a second"
+        f"idle: {latency.idle_cpu:.1%} of a core, {latency.idle_commands_per_s:.1f} Redis commands a second, "
+        "those within scripts included"
     )
     raw = {"machine": machine.describe(), "settings": dict(settings), **asdict(latency)}
     path = results / f"latency-{time.strftime('%Y%m%d-%H%M%S')}.json"

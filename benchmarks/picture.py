@@ -21,7 +21,8 @@ def draw(
 
     figure, (bars, first, gaps) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     figure.suptitle(title)
-    drawn = bars.bar(list(summaries), [s.tokens_per_s for s in summaries.values()], color="C0")
+    colours = [f"C{i}" for i in range(len(summaries))]  # as the curves beside them
+    drawn = bars.bar(list(summaries), [s.tokens_per_s for s in summaries.values()], color=colours)
     bars.bar_label(drawn, fmt="%.0f")
     bars.set_ylabel("output tokens a second")
     bars.tick_params(axis="x", rotation=20)

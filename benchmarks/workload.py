@@ -38,7 +38,8 @@ def _read() -> dict[str, Any]:
 
 
 def _request(entry: Mapping[str, Any]) -> Request:
-    return forced({"prompt_token_ids": json.dumps(entry["prompt_ids"])}, entry["output_len"])
+    # As text, which any model reads; the demo model makes of it the `prompt_ids` that peers are given.
+    return forced({"prompt": entry["prompt"]}, entry["output_len"])
 
 
 def peers_workload(rate_per_s: float | None = None) -> list[Request]:
