@@ -13,7 +13,7 @@ ENDED = ("done", "failed", "cancelled")
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are drawn and when generation ends. Names and ranges are those of docs/PROTOCOL.md."""
 
     max_tokens: int | None = None  # None: the worker's default, bounded by the context
@@ -127,5 +127,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fingerprint: str = ""
     model: str = ""
     seed: int | None = None  # the seed in force, so that the run can be repeated
+    params: SamplingParams | None = None  # as submitted
     prompt_ids: list[int] | None = None
     prompt_lp: list[TokenLogprob | None] | None = None

@@ -51,6 +51,7 @@ def build_simulated(settings: WorkerSettings, model: simulated.SimulatedModel) -
         eos_ids=frozenset({256}),
         vocab_size=codec.vocab_size,
         max_model_len=model.max_model_len,
+        kv_tokens=num_blocks * settings.block_size,
         fingerprint=simulated.NAME,
     )
     card = fixed_card(settings, served, num_blocks) | {"device": "none", "exact": 1}
@@ -86,6 +87,7 @@ def build_real(settings: WorkerSettings) -> Built:
         eos_ids=loaded.eos_ids,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
+        kv_tokens=num_blocks * settings.block_size,
         fingerprint=loaded.fingerprint,
     )
     card = fixed_card(settings, served, num_blocks)

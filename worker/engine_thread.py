@@ -68,6 +68,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._stopping = False
         self._added_total = 0
+        self._step = -1
         self._stalled = False  # the last step had nothing to compute: only time or a command changes that
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -95,14 +96,14 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._report([])
+            self._step = self._report([]).step
             while (commands := self._next_commands()) is not None:
                 outputs = self._carry_out(commands)
-                if self._engine.has_work and self._may_run():
-                    step_before = self._engine.stats().step
+                stepped = self._engine.has_work and self._may_run()
+                if stepped:
                     outputs.extend(self._engine.step())
-                    self._stalled = self._engine.stats().step == step_before
-                self._report(outputs)
+                step_before, self._step = self._step, self._report(outputs).step
+                self._stalled = stepped and self._step == step_before
         except BaseException as error:
             log.exception("engine_broken")
             self._on_fatal(error)
@@ -132,7 +133,6 @@ class EngineThread:
 
     def _carry_out(self, commands: list[Command]) -> list[Output]:
         outputs: list[Output] = []
-        self._stalled = self._stalled and not commands
         for command in commands:
             if isinstance(command, AbortRequest):
                 self._engine.abort(command.request_id, command.choice)
@@ -144,6 +144,8 @@ class EngineThread:
                 outputs.append(FailedOutput(command.request.request_id, error))
         return outputs
 
-    def _report(self, outputs: list[Output]) -> None:
+    def _report(self, outputs: list[Output]) -> EngineStats:
         requests, tokens = self._engine.admissible()
-        self._on_report(StepReport(tuple(outputs), self._engine.stats(), requests, tokens, self._added_total))
+        stats = self._engine.stats()
+        self._on_report(StepReport(tuple(outputs), stats, requests, tokens, self._added_total))
+        return stats

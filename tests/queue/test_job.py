@@ -137,12 +137,15 @@ def test_failure_and_cancel_keep_what_was_said_and_nothing_follows():
     for end in (lambda r: r.cancel(), lambda r: r.absorb(FailedOutput("j", HeadraceError("non_finite")))):
         running = make()
         running.absorb(token(0))
+        running.absorb(token(2))
         end(running)
         running.absorb(token(1))
         running.cancel()
         item = running.take()
-        assert [type(e) for e in item.events] == [Delta, End]
-        assert item.final.result.choices[0].ids == [0]
+        assert [e.text for e in item.events if isinstance(e, Delta)] == ["a", "", "c"]
+        assert isinstance(item.events[-1], End)
+        assert item.final.result.choices[0].ids == [0, 2]
+        assert item.final.result.choices[0].text == "ac"
         assert running.take() is None
 
 

@@ -42,6 +42,7 @@ class ServedModel:
     eos_ids: frozenset[int]
     vocab_size: int
     max_model_len: int
+    kv_tokens: int  # of the whole KV cache
     fingerprint: str
 
 
@@ -224,5 +225,7 @@ class Intake:
 
     def _resolved(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         room = max(self._model.max_model_len - num_prompt_tokens, 0)
-        wanted = params.max_tokens if params.max_tokens is not None else self._default_max_tokens
+        wanted = params.max_tokens
+        if wanted is None:  # nobody asked for more than the KV cache holds
+            wanted = min(self._default_max_tokens, max(self._model.kv_tokens - num_prompt_tokens, 1))
         return msgspec.structs.replace(params, max_tokens=min(wanted, room))

@@ -126,7 +126,7 @@ class RunningJob:
     def _say(self, choice: ChoiceState, output: TokenOutput | FinishedOutput) -> bool:
         if isinstance(output, TokenOutput):
             return self._absorb_token(choice, output)
-        self._close_choice(choice, output.finish, output.stop_token, choice.text_stream.finish())
+        self._close_choice(choice, output.finish, output.stop_token)
         return False
 
     def _absorb_token(self, choice: ChoiceState, output: TokenOutput) -> bool:
@@ -173,13 +173,14 @@ class RunningJob:
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = [None, *(self._token_logprob(s) for s in output.prompt_logprobs)]
 
-    def _close_choice(
-        self, choice: ChoiceState, reason: FinishReason, stop: int | None, held_text: str
-    ) -> None:
-        if held_text:
-            choice.text.append(held_text)
-            self._add(Delta(seq=self._next_seq, i=choice.index, text=held_text))
+    def _close_choice(self, choice: ChoiceState, reason: FinishReason, stop: int | None) -> None:
+        self._add_held_text(choice)
         self._add_finish(choice, reason, stop)
+
+    def _add_held_text(self, choice: ChoiceState) -> None:
+        if text := choice.text_stream.finish():
+            choice.text.append(text)
+            self._add(Delta(seq=self._next_seq, i=choice.index, text=text))
 
     def _add_finish(self, choice: ChoiceState, reason: FinishReason, stop: str | int | None) -> None:
         choice.finish_reason, choice.stop = reason, stop
@@ -206,6 +207,9 @@ class RunningJob:
     ) -> None:
         if self.ended:
             return
+        for choice in self.choices:
+            if not choice.finished:
+                self._add_held_text(choice)
         usage, wire_error = self.usage(), error.to_wire() if error else None
         self._add(End(seq=self._next_seq, status=status, usage=usage, error=wire_error))
         self._final = Final(status, usage, self._result(), wire_error, undecodable)
@@ -273,6 +277,7 @@ class RunningJob:
             fingerprint=self._fingerprint,
             model=self._model_name,
             seed=self.seed,
+            params=self.job.params,
             prompt_ids=self.prompt_ids,
             prompt_lp=self._prompt_logprobs,
         )
