@@ -96,13 +96,15 @@ def make_prompts(count: int, vocab: int, longest: int, seed: int = 7) -> list[li
     return [[rng.randrange(vocab) for _ in range(min(n, longest))] for n in lengths[:count]]
 
 
-def tiny_runner(config: Any, *, num_blocks: int = 200, block_size: int = 16) -> ModelRunner:
+def tiny_runner(
+    config: Any, *, num_blocks: int = 200, block_size: int = 16, fused: bool = True
+) -> ModelRunner:
     """A runner over a random model of a transformers configuration."""
-    loaded, _ = tiny_model(config)
+    loaded, _ = tiny_model(config, fused=fused)
     return ModelRunner(loaded, num_blocks=num_blocks, block_size=block_size)
 
 
-def tiny_model(config: Any) -> tuple[LoadedModel, Any]:
+def tiny_model(config: Any, *, fused: bool = True) -> tuple[LoadedModel, Any]:
     """A random model made ready, and an untouched copy of it that runs transformers' own attention."""
     from transformers import AutoModelForCausalLM
 
@@ -117,7 +119,7 @@ def tiny_model(config: Any) -> tuple[LoadedModel, Any]:
             centre = 1.0 if "norm" in name and "weight" in name else 0.0
             tensor.copy_(centre + scale * torch.randn_like(tensor))
     ours.load_state_dict(plain.state_dict())
-    loaded = prepare(ours, name="tiny", folder=Path("nowhere"), device=torch.device("cpu"))
+    loaded = prepare(ours, name="tiny", folder=Path("nowhere"), device=torch.device("cpu"), fused=fused)
     return loaded, plain
 
 

@@ -15,8 +15,8 @@ from worker.model.runner import ModelRunner
 CROWDS = (1, 2, 3, 5, 8, 16, 33)
 
 
-@pytest.fixture(scope="module")
-def tiny_llama(kit: SimpleNamespace) -> ModelRunner:
+@pytest.fixture(scope="module", params=["fused", "packed"])
+def tiny_llama(kit: SimpleNamespace, request: pytest.FixtureRequest) -> ModelRunner:
     from transformers import LlamaConfig
 
     config = LlamaConfig(
@@ -29,9 +29,21 @@ def tiny_llama(kit: SimpleNamespace) -> ModelRunner:
         head_dim=20,
         max_position_embeddings=512,
     )
-    runner: ModelRunner = kit.tiny_runner(config, num_blocks=400)
+    runner: ModelRunner = kit.tiny_runner(config, num_blocks=400, fused=request.param == "fused")
     assert runner.loaded.exact
     return runner
+
+
+def embedding_of(runner: ModelRunner, token: int) -> torch.Tensor:
+    """The memory that holds a token's embedding."""
+    forward = runner.loaded.forward
+    if forward.way == "packed":
+        row: torch.Tensor = forward.model.get_input_embeddings().weight.data[token]
+        return row
+    weight = forward.decoder.embedding
+    assert weight.storage == "f32"
+    panels: torch.Tensor = weight.panels.view(torch.float32).view(-1, weight.k, 32)
+    return panels[token // 32, :, token % 32]
 
 
 def outcome(sequences: list[Any]) -> list[Any]:
@@ -130,9 +142,9 @@ def test_poisoned_neighbour_and_stale_blocks_do_no_harm(
 
     prompts = kit.make_prompts(3, 210, 40)
     alone = solo(kit, tiny_llama, prompts, 3)
-    embedding = tiny_llama.loaded.model.get_input_embeddings().weight
-    before = embedding[210].clone()
-    embedding.data[210] = torch.nan
+    row = embedding_of(tiny_llama, 210)
+    before = row.clone()
+    row[:] = torch.nan
     try:
         some = sequences(kit, prompts)
         bad = kit.Sequence([210, 3, 4], table=[390])
@@ -143,7 +155,7 @@ def test_poisoned_neighbour_and_stale_blocks_do_no_harm(
         assert {i: e.code for i, e in result.failed.items()} == {9: "non_finite"}
         assert [result.sampled[i] for i in range(3)] == [a[0] for a in alone]
     finally:
-        embedding.data[210] = before
+        row[:] = before
     again = sequences(kit, prompts)[1]
     again.table = [390, 391, 392]  # longer and shorter than what was poisoned
     assert outcome(kit.Driver(tiny_llama).run([again], 3)) == alone[1:2]

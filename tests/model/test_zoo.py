@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from headrace_kernels.dispatch import backend
 from worker.model.runner import ModelRunner
 
 BASE = dict(
@@ -62,6 +63,8 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"sliding_window": 6, "head_dim": 16, "query_pre_attn_scalar": 24}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 6, "head_dim": 16, "query_pre_attn_scalar": 24}),
     "phi": ("PhiConfig", {"num_key_value_heads": 4}),
+    "phi3": ("Phi3Config", {"sliding_window": 9}),
+    "smollm3 (layers without rotation)": ("SmolLM3Config", {"num_hidden_layers": 5}),
     "stablelm": ("StableLmConfig", {}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.3, "logits_scaling": 3.0}),
     "cohere": ("CohereConfig", {"logit_scale": 0.5}),
@@ -92,6 +95,13 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+FUSED = {name for name in ZOO if name.split()[0].strip(",") in {"llama", "qwen2", "qwen3", "mistral"}} | {
+    "gemma2",
+    "gemma3",
+    "granite",
+    "phi3",
+    "smollm3 (layers without rotation)",
+}
 INEXACT = {"gpt-oss (sinks)", "deepseek v3 (unequal heads)"}  # experts are multiplied outside linear layers
 
 
@@ -109,10 +119,14 @@ def eager_logits(plain: Any, ids: list[int]) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_packed_model_equals_eager(kit: SimpleNamespace, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"), [*((name, "packed") for name in ZOO), *((name, "fused") for name in sorted(FUSED))]
+)
+def test_packed_model_equals_eager(kit: SimpleNamespace, name: str, way: str) -> None:
     """Teacher-forced: the log-probabilities of our own tokens are those that transformers gives them."""
-    loaded, plain = kit.tiny_model(config_of(name))
+    loaded, plain = kit.tiny_model(config_of(name), fused=way == "fused")
+    if backend().name == "cpu":
+        assert loaded.forward.way == way
     assert loaded.exact == (name not in INEXACT)
     runner = ModelRunner(loaded, num_blocks=60, block_size=16)
     rng = random.Random(1)

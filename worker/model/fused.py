@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -18,9 +19,18 @@ from headrace_kernels.paged_attention import MAX_GROUP, pack_sequences
 from worker.model.inputs import StepInputs
 from worker.model.kv import KVCache, LayerShape
 from worker.model.packed import PackedModel
+from worker.model.selftest import (
+    TOLERANCE,
+    Reference,
+    bits_agree,
+    crowded_logits,
+    disagreement,
+    self_test_cache,
+)
 from worker.model.stored import WeightSource, stack
 from worker.model.structure import DecoderParts, LayerParts, NotFusable, Rotation, find_structure, half_tables
 
+log = structlog.get_logger()
 TABLE_STEP = 1024  # positions by which the rotary tables grow
 
 
@@ -58,7 +68,7 @@ class FusedModel:
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
     def _bind(self, kv: KVCache) -> None:
-        """The same memory, block for block; inside a block, the order that attention reads (see the kernel)."""
+        """The same memory, block for block; inside a block, the order that the attention kernel reads."""
         keys, values = [], []
         for layer, k, v in zip(kv.layers, kv.k, kv.v, strict=True):
             blocks, block_size = k.shape[:2]
@@ -74,11 +84,6 @@ class FusedModel:
         self._positions = -(-positions // TABLE_STEP) * TABLE_STEP
         wanted = torch.arange(self._positions)[None]
         self.decoder.set_tables([half_tables(*r.source(wanted), r.interleaved) for r in self._rotations])
-
-
-def fuse(packed: PackedModel, *, gguf: Path | None = None) -> FusedModel | None:
-    """The compiled form of a packed model, if there is one here. Raises NotFusable with the reason if not."""
-    return FusedModel(packed, gguf=gguf) if backend().name == "cpu" else None
 
 
 def _check_shapes(layers: tuple[LayerShape, ...]) -> None:
@@ -169,3 +174,27 @@ def _bias(modules: Sequence[Any]) -> Tensor | None:
 def _padded(bias: Tensor | None, rows: list[int]) -> Tensor | None:
     """Row -1 has no bias."""
     return None if bias is None else torch.cat([bias, torch.zeros(1)])[rows]
+
+
+def try_fused(
+    packed: PackedModel, reference: Reference, *, gguf: Path | None, threads: int
+) -> FusedModel | None:
+    """The compiled form, if the kernels run here and it gives transformers' logits and equal bits in a crowd.
+
+    None otherwise, with the reason in the log; the model is then as it was.
+    """
+    if backend().name != "cpu":
+        return None
+    try:
+        fused = FusedModel(packed, gguf=gguf)
+    except NotFusable as problem:
+        log.info("not_fused", reason=str(problem))
+        return None
+    kv = self_test_cache(fused, torch.float32, torch.device("cpu"))
+    crowd = crowded_logits(fused, reference.prompts, kv)
+    error = disagreement(crowd, reference)
+    if error <= TOLERANCE[torch.float32] and bits_agree(fused, reference.prompts, kv, crowd, threads):
+        fused.drop_weights()
+        return fused
+    log.warning("not_fused", reason="it differs from transformers", error=error)
+    return None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -20,6 +20,10 @@ from worker.model.fingerprint import hash_weights, make_fingerprint
 from worker.model.kv import LayerShape
 from worker.model.threads import torch_threads
 from worker.model.vocabulary import eos_token_ids, tokenizer_vocab_size
+
+if TYPE_CHECKING:
+    from worker.model.packed import PackedModel
+    from worker.model.selftest import Reference
 
 log = structlog.get_logger()
 DEFAULT_CONTEXT = 4096  # for models that name no longest position
@@ -73,7 +77,8 @@ def load(
         torch.set_num_threads(threads)
     with _one_line_errors(name), _uncollected():
         hf, folder = _load_plain(path, where, dtype, trust_remote_code, cache_dir)
-        loaded = prepare(hf, name=name, folder=folder, device=where)
+        gguf = path if path.suffix == ".gguf" else None
+        loaded = prepare(hf, name=name, folder=folder, device=where, gguf=gguf)
     log.info(
         "model loaded",
         model=name,
@@ -85,14 +90,24 @@ def load(
     return loaded
 
 
-def prepare(hf: Any, *, name: str, folder: Path, device: torch.device) -> LoadedModel:
+def prepare(
+    hf: Any,
+    *,
+    name: str,
+    folder: Path,
+    device: torch.device,
+    gguf: Path | None = None,
+    fused: bool = True,
+) -> LoadedModel:
     """Make a transformers decoder (eager attention, unmodified) ready; its layers are replaced in place.
 
+    `gguf`: the file its weights were inflated from, whose blocks the compiled kernels can take as they are.
+    `fused`: use them if they can compute this model.
     Raises UnsupportedModel or ModelError where its packed results are not those of transformers.
     """
+    from headrace_kernels.dispatch import backend
     from worker.model import selftest
-    from worker.model.elementwise import align_activations
-    from worker.model.linear import LinearReport, packing_available, replace_linears
+    from worker.model.fused import FusedModel, try_fused
     from worker.model.packed import PackedModel
 
     config = hf.config.get_text_config()
@@ -104,23 +119,13 @@ def prepare(hf: Any, *, name: str, folder: Path, device: torch.device) -> Loaded
     threads = torch.get_num_threads()
     with torch_threads(1):  # short prompts gain nothing from more
         reference = selftest.make_reference(hf, min(vocab_size, config.vocab_size), max_len, device)
-    linears = LinearReport("torch", 0, ((0, 0),))
-    if device.type == "cpu" and packing_available():
-        linears = replace_linears(hf, threads)
-        align_activations(hf)
-    forward = PackedModel(hf, device)
-    kv = selftest.self_test_cache(forward, dtype, device)
-    with torch_threads(1):
-        crowd = selftest.crowded_logits(forward, reference.prompts, kv)
-    error = selftest.disagreement(crowd, reference)
-    if not error <= selftest.TOLERANCE[dtype]:
-        raise ModelError(
-            f"model {name}: packed logits differ from transformers' own by {error:.2g}; not supported"
-        )
-    exact = linears.exact and selftest.bits_agree(forward, reference.prompts, kv, crowd, threads)
-    if not exact:
-        log.warning("results may depend on the batch", model=name, shapes=linears.inexact)
-    kernels = (linears.backend, "tiles64", "exact" if exact else "inexact")
+    forward: PackedModel | FusedModel | None = None
+    if fused and device.type == "cpu" and dtype == torch.float32:
+        forward = try_fused(PackedModel(hf, device), reference, gguf=gguf, threads=threads)
+    if forward is not None:
+        exact, kernels = True, (backend().numerics, "fused", "exact")
+    else:
+        forward, exact, kernels = _prepare_packed(hf, name, device, reference, threads)
     return LoadedModel(
         name=name,
         path=folder,
@@ -137,6 +142,35 @@ def prepare(hf: Any, *, name: str, folder: Path, device: torch.device) -> Loaded
         device=device,
         exact=exact,
     )
+
+
+def _prepare_packed(
+    hf: Any, name: str, device: torch.device, reference: Reference, threads: int
+) -> tuple[PackedModel, bool, tuple[str, str, str]]:
+    """The model as transformers wrote it, over our products and attention; if it is exact; kernels."""
+    from worker.model import selftest
+    from worker.model.elementwise import align_activations
+    from worker.model.linear import LinearReport, packing_available, replace_linears
+    from worker.model.packed import PackedModel
+
+    dtype = next(hf.parameters()).dtype
+    linears = LinearReport("torch", 0, ((0, 0),))
+    if device.type == "cpu" and packing_available():
+        linears = replace_linears(hf, threads)
+        align_activations(hf)
+    forward = PackedModel(hf, device)
+    kv = selftest.self_test_cache(forward, dtype, device)
+    with torch_threads(1):
+        crowd = selftest.crowded_logits(forward, reference.prompts, kv)
+    error = selftest.disagreement(crowd, reference)
+    if not error <= selftest.TOLERANCE[dtype]:
+        raise ModelError(
+            f"model {name}: packed logits differ from transformers' own by {error:.2g}; not supported"
+        )
+    exact = linears.exact and selftest.bits_agree(forward, reference.prompts, kv, crowd, threads)
+    if not exact:
+        log.warning("results may depend on the batch", model=name, shapes=linears.inexact)
+    return forward, exact, (linears.backend, "tiles64", "exact" if exact else "inexact")
 
 
 def _load_plain(

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.messages import SamplingParams
 from worker.engine.plan import SamplePlan, SequencePlan, StepPlan
-from worker.model.inputs import build_inputs
-from worker.model.kv import KVCache
-from worker.model.packed import PackedModel
+from worker.model.inputs import StepInputs, build_inputs
+from worker.model.kv import KVCache, LayerShape
 from worker.model.threads import torch_threads
 
 BLOCK_SIZE = 16
 LENGTHS = (24, 7)
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+
+
+class Forward(Protocol):
+    """A model that runs steps: PackedModel, FusedModel."""
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]: ...
+
+    def logits(self, inputs: StepInputs, kv: KVCache, rows: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,7 @@ def disagreement(crowd: list[Tensor], reference: Reference) -> float:
 
 @torch.inference_mode()
 def bits_agree(
-    forward: PackedModel, prompts: Sequence[list[int]], kv: KVCache, crowd: list[Tensor], threads: int
+    forward: Forward, prompts: Sequence[list[int]], kv: KVCache, crowd: list[Tensor], threads: int
 ) -> bool:
     """Whether each prompt alone and whole gives, on `threads`, the bits it gave in chunks amid others."""
     for i, prompt in enumerate(prompts):
@@ -67,12 +75,12 @@ def bits_agree(
     return True
 
 
-def self_test_cache(forward: PackedModel, dtype: torch.dtype, device: torch.device) -> KVCache:
+def self_test_cache(forward: Forward, dtype: torch.dtype, device: torch.device) -> KVCache:
     return KVCache(forward.layers, 3 * len(LENGTHS), BLOCK_SIZE, dtype, device)
 
 
 @torch.inference_mode()
-def crowded_logits(forward: PackedModel, prompts: Sequence[list[int]], kv: KVCache) -> list[Tensor]:
+def crowded_logits(forward: Forward, prompts: Sequence[list[int]], kv: KVCache) -> list[Tensor]:
     """The last logits of each prompt after three steps beside the others: a half, the rest, a decode."""
     cuts = [(0, len(p) // 2, len(p) - 1, len(p)) for p in prompts]
     last: dict[int, Tensor] = {}
@@ -82,7 +90,7 @@ def crowded_logits(forward: PackedModel, prompts: Sequence[list[int]], kv: KVCac
     return [last[i] for i in range(len(prompts))]
 
 
-def _run(forward: PackedModel, kv: KVCache, parts: list[tuple[int, list[int], int]]) -> dict[int, Tensor]:
+def _run(forward: Forward, kv: KVCache, parts: list[tuple[int, list[int], int]]) -> dict[int, Tensor]:
     """Logits after the last token of each part (prompt number, tokens, start)."""
     sample = SamplePlan(SamplingParams(), 0, 0, 0, (), (), False)
     tables = {i: [2 * n + i for n in range(3)] for i, _, _ in parts}  # blocks of the prompts interleave

@@ -74,7 +74,7 @@ class WeightSource:
 
     def matrix(self, module: nn.Module, heads: int | None = None) -> Matrix:
         """The weight of a linear layer or embedding; `heads`: its rows may be pairs of rotated dimensions."""
-        weight: Tensor = module.weight.detach()  # type: ignore[assignment,operator]
+        weight: Tensor = module.weight.detach()  # type: ignore[operator]
         tensor = self._blocks.get(self._names.get(id(module.weight), ""))
         return (_matching_blocks(tensor, weight, heads) if tensor is not None else None) or narrowed(weight)
 

@@ -1,4 +1,4 @@
-"""Finds out what a transformers decoder computes, by watching it: which projections, norms, rotations, scales.
+"""Finds out what a transformers decoder computes, by watching it: which projections, norms, rotations.
 
 A few tokens are sent through the model while its attention calls are recorded. Every part must explain the
 numbers seen, and every parameter of a layer must have found its place; otherwise the model is NotFusable and
@@ -198,10 +198,8 @@ def _table_source(
 def _owners(model: nn.Module, attention: Sequence[nn.Module]) -> list[nn.Module]:
     """The decoder layer that holds each attention module."""
     wanted = {id(module) for module in attention}
-    parents = {
-        id(child): parent for parent in model.modules() for child in parent.children() if id(child) in wanted
-    }
-    if len(parents) != len(attention):
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    if len({id(parents[i]) for i in wanted}) != len(attention):
         raise NotFusable("its attention modules are not each in a layer of their own")
     return [parents[id(module)] for module in attention]
 
@@ -318,7 +316,7 @@ def _rotations(seen: Seen, watched: Watched) -> Iterator[Rotation]:
 
 
 def half_tables(cosines: Tensor, sines: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """transformers' tables [1, P, dims] hold each angle twice: side by side if interleaved, else in two halves."""
+    """transformers' tables [1, P, dims] hold each angle twice: in pairs if interleaved, else in halves."""
     half = cosines.shape[-1] // 2
     pick = slice(None, None, 2) if interleaved and _is_paired(cosines) else slice(half)
     return cosines[0, :, pick].float().contiguous(), sines[0, :, pick].float().contiguous()
