@@ -21,13 +21,14 @@ from gateway.directory import Directory
 from gateway.errors import handle
 from gateway.metrics import CountRequests, Metrics
 from gateway.openai import chat, completions, models
+from gateway.pulse import Pulse
 from gateway.reaper import reap_forever
 from gateway.store import Store
 from headrace.config import GatewaySettings
 from headrace.connect import connect
 from headrace.follow import Follower
 
-REDIS_TIMEOUT_S = 1.5  # a request is refused within two seconds when Redis does not answer
+REDIS_TIMEOUT_S = 5.0  # the pulse notices much sooner that nothing answers
 MAX_CONNECTIONS = 16  # shared by requests and followers, whatever their number
 
 
@@ -66,19 +67,23 @@ def create_app(settings: GatewaySettings) -> Litestar:
 @asynccontextmanager
 async def _lifespan(settings: GatewaySettings, metrics: Metrics, app: Litestar) -> AsyncIterator[None]:
     redis = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_CONNECTIONS)
+    probe = connect(settings.redis_url, timeout_s=REDIS_TIMEOUT_S, max_connections=1)
     follower = Follower(settings.redis_url, redis=redis)
     directory = Directory(redis, settings.pool)
-    gateway = Gateway(settings, Store(redis, follower, directory, settings), directory, metrics)
-    app.state.gateway = gateway
+    store = Store(redis, follower, directory, settings)
+    pulse = Pulse(probe, lambda up: metrics.redis_up.set(int(up)))
+    app.state.gateway = gateway = Gateway(settings, store, directory, metrics, pulse)
     await follower.start()
-    reaper = asyncio.get_running_loop().create_task(reap_forever(gateway))
+    loops = [asyncio.ensure_future(pulse.run()), asyncio.ensure_future(reap_forever(gateway))]
     try:
         yield
     finally:
-        reaper.cancel()
-        await asyncio.gather(reaper, return_exceptions=True)
+        for each in loops:
+            each.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
         await gateway.close()
         await follower.close()
+        await probe.aclose()
         await redis.aclose()
 
 

@@ -11,14 +11,14 @@ import structlog
 from litestar.di import NamedDependency
 from redis.exceptions import RedisError
 
-from gateway.directory import Directory
+from gateway.directory import Directory, Pool
 from gateway.disconnect import OnDisconnect
 from gateway.errors import describe
 from gateway.metrics import Metrics
+from gateway.pulse import Pulse
 from gateway.store import JobRef, NewJob, Store
 from headrace.config import GatewaySettings
 
-SUBMIT_TIMEOUT_S = 0.9
 CANCEL_RETRY_S = 1.0
 CANCEL_ATTEMPTS = 60
 UNSUBSCRIBE_S = 0.1
@@ -29,12 +29,18 @@ class Gateway:
     """One for each app. Holds no state of a job: that is all in Redis."""
 
     def __init__(
-        self, settings: GatewaySettings, store: Store, directory: Directory, metrics: Metrics
+        self,
+        settings: GatewaySettings,
+        store: Store,
+        directory: Directory,
+        metrics: Metrics,
+        pulse: Pulse,
     ) -> None:
         self.settings = settings
         self.store = store
         self.directory = directory
         self.metrics = metrics
+        self.pulse = pulse
         self.started_s = int(time.time())
         self._later: set[asyncio.Task[None]] = set()
 
@@ -49,10 +55,12 @@ class Gateway:
             raise
         return refs
 
+    async def route(self, model: str | None) -> Pool:
+        return await self.pulse.guard(self.directory.route(model))
+
     async def submit(self, job: NewJob) -> JobRef:
         try:
-            async with asyncio.timeout(SUBMIT_TIMEOUT_S):
-                return await self.store.submit(job)
+            return await self.pulse.guard(self.store.submit(job))
         except (RedisError, OSError):
             # The reply is lost, the job perhaps not: nobody knows its id, so it must not run.
             if job.idem_key is None:

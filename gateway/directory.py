@@ -15,7 +15,6 @@ from headrace.errors import HeadraceError
 from headrace.keys import POOLS, Keys, valid_pool
 
 FRESH_S = 1.0
-TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Directory:
         self._refreshing: asyncio.Task[None] | None = None  # a reference, so that it is not collected
 
     async def pools(self, *, fresh: bool = False) -> dict[str, Pool]:
-        """All known pools by name, the gateway's own among them. Raises RedisError, TimeoutError."""
+        """All known pools by name, the gateway's own among them. Raises RedisError."""
         if fresh or time.monotonic() - self._asked_at_s > FRESH_S or not self._pools:
             await self._refresh()
         return self._pools
@@ -82,8 +81,7 @@ class Directory:
 
     async def _refresh(self) -> None:
         self._asked_at_s = time.monotonic()
-        async with asyncio.timeout(TIMEOUT_S):
-            self._pools = await self._read()
+        self._pools = await self._read()
 
     async def _read(self) -> dict[str, Pool]:
         names = {name.decode(errors="replace") for name in await self._redis.smembers(POOLS)}  # type: ignore[misc]

@@ -43,10 +43,10 @@ async def readyz(gateway: GatewayHere) -> Response[Readiness]:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             pools = await gateway.directory.pools(fresh=True)
             await gateway.store.load_scripts()
-    except (RedisError, OSError, TimeoutError):
-        gateway.metrics.redis_up.set(0)
+    except (RedisError, OSError):
+        pools = {}
+    if not pools or not gateway.pulse.up:
         return Response(Readiness(ready=False, redis=False), status_code=503, headers={"Retry-After": "1"})
-    gateway.metrics.redis_up.set(1)
     shown = {name: PoolHealth(sorted(pool.models), sorted(pool.cards)) for name, pool in pools.items()}
     return Response(Readiness(ready=True, redis=True, pools=shown))
 
@@ -56,8 +56,7 @@ async def metrics(gateway: GatewayHere) -> Response[Any]:
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             await _ask_pools(gateway)
-        gateway.metrics.redis_up.set(1)
-    except (RedisError, OSError, TimeoutError):
+    except (RedisError, OSError):
         gateway.metrics.redis_up.set(0)
     return Response(gateway.metrics.exposition(), media_type=EXPOSITION)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
 import msgspec
 from litestar import Request, Response, delete, get, post
 from litestar.params import Body, HeaderParameter, PathParameter, QueryParameter
+from redis.exceptions import RedisError
 
 from gateway.auth import may_see
 from gateway.core import Gateway, GatewayHere
@@ -49,8 +50,10 @@ async def create_job(
     body_hash = hashlib.sha256(await request.body()).hexdigest()
     job = await plan_job(gateway, request, data, idempotency_key, body_hash)
     ref = await gateway.submit(job)
-    state = job_state(ref, await gateway.store.state(ref))
-    return Response(state, status_code=202, headers={"Location": f"/v1/jobs/{ref.id}"})
+    fields: dict[str, str] = {}
+    with suppress(RedisError, OSError):  # it is submitted, whatever happens to the question of its state
+        fields = await gateway.pulse.guard(gateway.store.state(ref))
+    return Response(job_state(ref, fields), status_code=202, headers={"Location": f"/v1/jobs/{ref.id}"})
 
 
 @get("/jobs/{job_id:str}", tags=["Jobs"], summary="A job's state", responses=ERROR_RESPONSES)
@@ -156,7 +159,7 @@ async def _found(gateway: Gateway, request: Request[Any, Any, Any], job_id: str,
     """Another tenant's job is as unknown as one that never was."""
     if not valid_job_id(job_id) or (pool is not None and not valid_pool(pool)):
         raise HeadraceError("invalid_request", field="job_id" if pool is None else "pool")
-    found = await gateway.store.find(job_id, pool)
+    found = await gateway.pulse.guard(gateway.store.find(job_id, pool))
     if found is None or not may_see(request, found.fields.get("tenant", "default")):
         raise HttpError(404, "No job has this id, or its time of keeping is over.", code="not_found")
     return found

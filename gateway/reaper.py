@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import structlog
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from gateway.core import Gateway
 
@@ -14,25 +14,22 @@ log = structlog.get_logger("headrace.gateway")
 
 
 async def reap_forever(gateway: Gateway) -> None:
-    """Sweeps every pool each `INTERVAL_S`. Says once that Redis is gone, and once that it is back."""
-    reachable = True
+    """Sweeps every pool each `INTERVAL_S`. A pool that cannot be swept keeps no other from it."""
     while True:
         try:
-            ended = await sweep(gateway)
-            if ended:
-                log.info("jobs_reaped", jobs=ended)
-            if not reachable:
-                log.info("redis_back")
-            reachable = True
+            for name in await gateway.directory.pools():
+                await _sweep(gateway, name)
         except (RedisError, OSError) as exc:
-            if reachable:
-                log.warning("redis_unreachable", error=type(exc).__name__)
-            reachable = False
-        gateway.metrics.redis_up.set(int(reachable))
+            log.debug("reaping_failed", error=type(exc).__name__)  # the pulse tells that Redis is away
         await asyncio.sleep(INTERVAL_S)
 
 
-async def sweep(gateway: Gateway) -> int:
-    """One round over all pools. Several gateways may sweep at once. Raises RedisError."""
-    pools = await gateway.directory.pools()
-    return sum([await gateway.store.reap(name) for name in pools])
+async def _sweep(gateway: Gateway, pool: str) -> None:
+    """Several gateways may sweep at once."""
+    try:
+        ended = await gateway.store.reap(pool)
+    except ResponseError as exc:
+        log.warning("pool_not_swept", pool=pool, error=str(exc)[:80])
+        return
+    if ended:
+        log.info("jobs_reaped", pool=pool, jobs=ended)

@@ -16,6 +16,7 @@ from headrace.config import ConfigError, GatewaySettings, redact_url
 BACKLOG = 2048
 STALLED_CLIENT_MS = 60_000
 KEEP_ALIVE_IDLE_S = 20
+KEEP_ALIVE_S = 75  # longer than clients and proxies keep theirs, so that they close first
 log = structlog.get_logger("headrace.gateway")
 
 
@@ -56,6 +57,7 @@ def make_server(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
     )
     return uvicorn.Server(config)

@@ -38,7 +38,7 @@ async def plan_job(
     if data.id is not None and not valid_job_id(data.id):
         raise HeadraceError("invalid_request", "id must be 1 to 128 of A-Z a-z 0-9 . _ : -.", "id")
     prompt, params = parse_request("any", _values(data))
-    pool = await gateway.directory.route(data.pool or data.model or (data.body or {}).get("model"))
+    pool = await gateway.route(data.pool or data.model or (data.body or {}).get("model"))
     job_id = data.id or new_id("job_")
     return new_job(
         request, data, JobRef(pool.name, job_id), prompt, params, idem_key=idem_key, body_hash=body_hash

@@ -15,7 +15,7 @@ from headrace.errors import HeadraceError
 
 @get("/models", tags=["OpenAI"], summary="Models that can be asked for")
 async def list_models(gateway: GatewayHere) -> ModelList:
-    pools = await gateway.directory.pools()
+    pools = await gateway.pulse.guard(gateway.directory.pools())
     cards = {name: _card(gateway, pool, name) for pool in pools.values() for name in sorted(pool.models)}
     return ModelList(data=list(cards.values()))
 
@@ -27,7 +27,7 @@ async def get_model(
     wanted = name.lstrip("/")
     if not wanted:
         raise HeadraceError("unknown_model", field="model")
-    return _card(gateway, await gateway.directory.route(wanted), wanted)
+    return _card(gateway, await gateway.route(wanted), wanted)
 
 
 def _card(gateway: GatewayHere, pool: Pool, name: str) -> ModelCard:

@@ -28,7 +28,7 @@ _NOT_YET = ("functions", "function_call", "suffix")
 async def plan_chat(gateway: Gateway, request: Request[Any, Any, Any], data: ChatRequest) -> Plan:
     """Raises HeadraceError naming the field, `unknown_model`, RedisError."""
     prompt, params = parse_request("chat", _values(data))
-    pool = await gateway.directory.route(data.model)
+    pool = await gateway.route(data.model)
     head = _head(data, pool, new_id("chatcmpl-"), params)
     return _plan(request, data, pool, head, [(prompt, params)])
 
@@ -40,7 +40,7 @@ async def plan_completion(gateway: Gateway, request: Request[Any, Any, Any], dat
         _completion(*parse_request("completion", {**values, "prompt": prompt}))
         for prompt in split_prompts(data.prompt)
     ]
-    pool = await gateway.directory.route(data.model)
+    pool = await gateway.route(data.model)
     echo = tuple(prompt.value for prompt, _ in parsed) if data.echo else None
     head = _head(data, pool, new_id("cmpl-"), parsed[0][1], echo)
     return _plan(request, data, pool, head, parsed)
