@@ -92,7 +92,8 @@ def emit_call(keys: Keys, items: Sequence[EmitItem], retention_ms: int) -> Call:
         job_id, final = item.job_id, item.final
         call_keys += (keys.job(job_id), keys.log(job_id), keys.live(job_id))
         mode = 0 if final is None else 2 if item.force else 1
-        args += (f"{item.job_class}-{item.entry_id}", item.epoch, item.prompt_tokens, mode, len(item.events))
+        fence = f"{item.epoch} {item.job_class}-{item.entry_id}"
+        args += (fence, item.prompt_tokens, mode, len(item.events))
         for event in item.events:
             fields = encode_fields(event)
             args += (event.seq, len(fields), encode_live(event), *fields)

@@ -150,7 +150,7 @@ class Scripts:
         return Submitted(found, entry, kind == "existing")
 
     async def pick(
-        self, worker: str, n: int, *, budget_tokens: int, lease_ms: int, sort_limit: int = 256
+        self, worker: str, n: int, *, budget_tokens: int, lease_ms: int, sort_limit: int = 128
     ) -> Picked:
         """Sorts new entries (at most `sort_limit` of each class) and leases up to `n` to `worker`.
 

@@ -37,7 +37,7 @@ local function run(j, s, entry, deadline)
   local attempt, epoch = number_or(s.attempt, 0) + 1, j.epoch + 1
   redis.call('HSET', j.job, 'status', 'running', 'epoch', epoch, 'attempt', attempt, 'seq', j.seq, 'worker', worker,
     'class', j.class, 'entry', j.entry, 'tenant', estimate(entry[2], 1).tenant, 't_submit', j.submitted,
-    't_start', s.t_start or now, 'nonce', nonce)
+    't_start', s.t_start or now, 'nonce', nonce, 'fence', string.format('%d %s', epoch, j.member))
   if deadline then redis.call('HSET', j.job, 'deadline', deadline) end
   redis.call('PERSIST', j.job)
   redis.call('ZADD', k.leases, now + lease_ms, j.member)

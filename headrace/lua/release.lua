@@ -8,6 +8,7 @@ local function held_by_epoch(key, class, entry, epoch)
   local s = redis.pcall('HMGET', key, 'epoch', 'status', 'class', 'entry', 'attempt')
   if wrong_type(s) or s[1] ~= epoch or s[2] ~= 'running' or s[3] ~= class or s[4] ~= entry then return false end
   redis.call('HSET', key, 'status', 'queued', 'attempt', math.max(number_or(s[5], 1) - 1, 0), 'worker', '')
+  redis.call('HDEL', key, 'fence', 'nonce')
   return true
 end
 

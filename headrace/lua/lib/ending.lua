@@ -87,6 +87,7 @@ local function end_job(k, j, status, code, now, retention_ms)
     redis.call('XADD', j.log, seq .. '-0', unpack(event))
   end
   redis.call('HSET', j.job, unpack(state))
+  redis.call('HDEL', j.job, 'fence', 'nonce')
   redis.call('PEXPIREAT', j.log, now + retention_ms)
   redis.call('PEXPIREAT', j.job, now + retention_ms)
   remove_entry(k, j)
