@@ -16,16 +16,20 @@ COPY constraints.txt ./
 RUN pip install -c constraints.txt torch \
     ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} ${TORCH_TRUSTED_HOST:+--trusted-host $TORCH_TRUSTED_HOST}
 
+# Then what pyproject.toml asks for, so that a change of our code reinstalls nothing.
 COPY pyproject.toml README.md ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > requirements.txt \
+ && pip install -c constraints.txt -r requirements.txt
 COPY headrace headrace
 COPY worker worker
 COPY gateway gateway
 COPY kernels kernels
-RUN pip install -c constraints.txt .
+RUN pip install --no-deps .
 
 # Not root; models and compiled kernels are kept in a volume.
 RUN useradd --create-home --uid 10001 headrace && install -d -o headrace /cache
 USER headrace
-ENV HEADRACE_CACHE_DIR=/cache HEADRACE_LOG_FORMAT=json HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache
+ENV HEADRACE_CACHE_DIR=/cache HEADRACE_LOG_FORMAT=json HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache TQDM_DISABLE=1
 VOLUME /cache
 CMD ["python", "-m", "worker"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -24,6 +25,8 @@ def serve(cls: type[S], run: Callable[[S], int], *, prog: str, description: str)
 
     A setting, model or server that cannot be used ends it with one line and status 2.
     """
+    # Until the service handles it itself: as process 1 of a container it would not even notice.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # Plain help: rich's columns cut long flags and variables short.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(help=description)(settings_command(cls, run))
