@@ -52,6 +52,7 @@ class Running:
     entry: Entry
     claimed: Claimed
     job: Job
+    padding: str = ""
     seq: int = 0
     position: int = 0
 
@@ -90,7 +91,7 @@ class Running:
         return self._item(events, Final(status, usage, result if status == "done" else None, error))
 
     def _delta(self, choice: int) -> Delta:
-        text = word(choice, self.position)
+        text = word(choice, self.position) + self.padding
         prompt_lp = self._prompt_lp() if self.seq == 0 else None
         return Delta(
             seq=self._next_seq(),
@@ -153,6 +154,7 @@ class FakeWorker:
 
     redis: redis.asyncio.Redis
     step_s: float = 0.0
+    padding: str = ""
     running: list[Running] = field(default_factory=list)
     seen: list[Job] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: holds all jobs where they are
@@ -183,7 +185,7 @@ class FakeWorker:
         for entry, claim, job in zip(picked.entries, claims, jobs, strict=True):
             if claim.outcome == "run":
                 self.seen.append(job)
-                self.running.append(Running(entry, claim, job))
+                self.running.append(Running(entry, claim, job, self.padding))
 
     async def _step(self, scripts: Scripts) -> None:
         items = [job.step() for job in self.running]
