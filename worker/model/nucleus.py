@@ -70,8 +70,9 @@ def _scale(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def _draw_from_all(scaled: Tensor, filters: Filters) -> Tensor:
     """Rows [R, vocab] with neither top-k nor top-p: first a block of 64 ids is drawn, then an id of it."""
-    masked = scaled < filters.min_limit[:, None]
-    blocks = _weight_blocks(scaled.masked_fill(masked, -torch.inf))
+    if bool(filters.min_limit.max() > -torch.inf):
+        scaled = scaled.masked_fill(scaled < filters.min_limit[:, None], -torch.inf)
+    blocks = _weight_blocks(scaled)
     before = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     targets = _targets(before, filters.uniforms)
     block = torch.searchsorted(before, targets[:, None], right=True)

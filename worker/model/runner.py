@@ -16,6 +16,7 @@ from worker.model.inputs import StepInputs, build_inputs
 from worker.model.kv import KVCache
 from worker.model.loader import LoadedModel
 from worker.model.sampler import Sampler, SampleRow, score_tokens
+from worker.model.threads import torch_threads
 
 SCORED_ROWS = 64  # prompt rows scored at a time, which bounds the log-softmax kept
 _WARM_UP_TOKENS = 16
@@ -58,9 +59,11 @@ class ModelRunner:
         inputs = build_inputs(plan, self.kv.block_size, self.loaded.device)
         rows, samples, prompts = _wanted_rows(plan, inputs)
         logits = self.loaded.forward.logits(inputs, self.kv, rows)
-        sampled = self.sampler.sample(logits[: len(samples)], samples)
-        failed = dict(sampled.failed)
-        return StepResult(sampled.tokens, failed, self._score_prompts(logits, prompts, failed))
+        with torch_threads(1):  # many short operations, for which waking threads costs more than they save
+            sampled = self.sampler.sample(logits[: len(samples)], samples)
+            failed = dict(sampled.failed)
+            scored = self._score_prompts(logits, prompts, failed)
+        return StepResult(sampled.tokens, failed, scored)
 
     def forget(self, seq_id: int) -> None:
         """The sequence is gone. Packed models keep nothing for a sequence but its blocks."""
