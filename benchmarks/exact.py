@@ -45,11 +45,11 @@ ROUNDS = (
     Round(4096, False, 512, 33, 2),
     Round(4096, True, 256, 16, 2),
     Round(4096, True, 64, 8, 1),
-    Round(48, False, 16, 8, 2),
-    Round(48, True, 7, 5, 1),
-    Round(40, True, 33, 3, 2),
+    Round(28, False, 16, 8, 2),
+    Round(30, True, 7, 5, 1),
+    Round(24, True, 33, 8, 2),
     Round(64, True, 1, 2, 2),
-    Round(96, True, 128, 16, 2),
+    Round(40, True, 128, 16, 2),
 )
 
 

@@ -129,4 +129,5 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int | None = None  # the seed in force, so that the run can be repeated
     params: SamplingParams | None = None  # as submitted
     prompt_ids: list[int] | None = None
+    meta: msgspec.Raw | None = None  # as the producer sent it
     prompt_lp: list[TokenLogprob | None] | None = None

@@ -43,6 +43,9 @@ class Letters:
 
 
 class Codec:
+    def decode(self, ids) -> str:
+        return "".join(chr(ord("a") + i) for i in ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([ord("a") + token_id])
 
@@ -74,6 +77,16 @@ def token(token_id: int, choice: int = 0, finish=None, stop_token=None) -> Token
 def events_of(running: RunningJob) -> list[Event]:
     item = running.take()
     return list(item.events) if item else []
+
+
+def test_echo_puts_the_prompt_before_each_choice_and_meta_comes_back():
+    params = SamplingParams(n=2, echo=True)
+    running = make(params)
+    for choice in (0, 1):
+        running.absorb(token(0, choice))
+        running.absorb(token(1, choice, finish="length"))
+    final = running.take().final
+    assert [c.text for c in final.result.choices] == ["xab", "xab"]
 
 
 def test_last_token_finish_and_end_are_one_item():

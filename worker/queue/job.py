@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -41,6 +42,7 @@ class TextStreamLike(Protocol):
 
 
 class Codec(Protocol):
+    def decode(self, ids: Sequence[int]) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
@@ -151,6 +153,8 @@ class RunningJob:
         if self.job.params.logprobs is not None and output.scored is not None:
             logprob = [self._token_logprob(output.scored)]
             choice.logprobs.extend(logprob)
+        if self.job.params.echo and not choice.ids:
+            text = self._prompt_text() + text
         choice.ids.append(output.token_id)
         if text:
             choice.text.append(text)
@@ -166,6 +170,9 @@ class RunningJob:
                 prompt_lp=self._prompt_logprobs if first else None,
             )
         )
+
+    def _prompt_text(self) -> str:
+        return self.job.prompt if self.job.prompt is not None else self._codec.decode(self.prompt_ids)
 
     def _note_prompt(self, output: TokenOutput) -> None:
         # Said once, on the first event: who takes over repeats what the log says, not its own cache.
@@ -279,6 +286,7 @@ class RunningJob:
             seed=self.seed,
             params=self.job.params,
             prompt_ids=self.prompt_ids,
+            meta=self.job.meta,
             prompt_lp=self._prompt_logprobs,
         )
 
