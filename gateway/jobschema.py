@@ -107,7 +107,7 @@ def job_state(ref: JobRef, fields: Mapping[str, str]) -> JobState:
     state.usage = _json(fields.get("usage"), Usage)
     state.result = _json(fields.get("result"), Result)
     state.error = _json(fields.get("error"), dict)
-    state.meta = _json(fields.get("meta"), object)
+    state.meta = state.result.meta if state.result is not None else None
     return state
 
 
