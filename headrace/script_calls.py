@@ -122,7 +122,7 @@ def _outcome(item: EmitItem, kind: EmitKind) -> EmitOutcome:
 
 
 def renew_call(keys: Keys, held: Sequence[HeldRow], lease_ms: int) -> Call:
-    call_keys, args = [keys.leases], [lease_ms]
+    call_keys, args = [keys.leases], list[Any]([lease_ms])
     for job_class, entry_id, job_id, epoch in held:
         call_keys.append(keys.job(job_id))
         args += [f"{job_class}-{entry_id}", epoch]

@@ -71,7 +71,7 @@ __all__ = [
 HOUR_MS = 3_600_000
 DAY_MS = 86_400_000
 MAX_FIELDS = 1000
-STRAY_SCAN = 200
+SCAN_COUNT = 200
 
 
 def _clearer(error: ResponseError) -> Exception:
@@ -90,7 +90,7 @@ class Scripts:
         self._redis = redis
         self._keys = keys
         self._share = share or FairShare()
-        self._stray_cursor = 0
+        self._scan_cursor = 0
 
     async def _run(self, name: str, call: Call) -> Any:
         script = load_script(name)
@@ -209,11 +209,18 @@ class Scripts:
         """Ends what is past its deadline and runs nowhere; sweeps what nobody owns. For any process."""
         await self.pick("reaper", 0, budget_tokens=0, lease_ms=1)
         due = await self._due(limit)
-        strays = await self._strays()
+        doubtful, strays = await self._scanned()
         keys = self._keys
         call_keys = [*fixed_keys(keys), keys.workers]
-        args: list[Any] = [retention_ms, consumer_idle_ms, stray_ttl_ms, *self._costs, len(due)]
-        for job_class, entry_id, job_id in due:
+        args: list[Any] = [
+            retention_ms,
+            consumer_idle_ms,
+            stray_ttl_ms,
+            *self._costs,
+            len(due),
+            len(doubtful),
+        ]
+        for job_class, entry_id, job_id in [*due, *doubtful]:
             call_keys += [keys.job(job_id), keys.log(job_id), keys.live(job_id)]
             args += [job_class, entry_id]
         return Reaped(*await self._run("reap", ([*call_keys, *strays], args)))
@@ -234,19 +241,25 @@ class Scripts:
                 found.append((job_class, entry_id, job_id))
         return found
 
-    async def _strays(self) -> list[str]:
-        """Job hashes without a status among the next keys of a scan that goes round."""
-        pattern = self._keys.job("*").replace("[", "\\[")
-        cursor = self._stray_cursor
-        self._stray_cursor, names = await self._redis.scan(cursor, match=pattern, count=STRAY_SCAN)
+    async def _scanned(self) -> tuple[list[tuple[str, str, str]], list[str]]:
+        """Of the next job hashes of a scan that goes round: those not ended, and those that are no job."""
+        prefix, cursor = self._keys.job(""), self._scan_cursor
+        self._scan_cursor, names = await self._redis.scan(cursor, match=f"{prefix}*", count=SCAN_COUNT)
         if not names:
-            return []
+            return [], []
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name in names:
-                pipeline.hexists(name, "status")
-            known = await pipeline.execute(raise_on_error=False)
-        without = [name for name, has in zip(names, known, strict=True) if has is False or has == 0]
-        return [name.decode("utf-8", "replace") for name in without]
+                pipeline.hmget(name, ["status", "class", "entry"])
+            states = await pipeline.execute(raise_on_error=False)
+        doubtful, strays = [], []
+        for raw, state in zip(names, states, strict=True):
+            name = raw.decode("utf-8", "replace")
+            status, job_class, entry = ([b"?"] * 3) if isinstance(state, Exception) else state
+            if status is None:
+                strays.append(name)
+            elif status in (b"queued", b"running") and job_class and entry and job_class.decode() in CLASSES:
+                doubtful.append((job_class.decode(), entry.decode(), name.removeprefix(prefix)))
+        return doubtful, strays
 
 
 def _texts(reply: Sequence[bytes], width: int) -> list[str]:

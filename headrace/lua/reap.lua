@@ -1,14 +1,16 @@
 -- uses: base cost ending
 -- Ends what can never run and sweeps what nobody owns. Safe to call from anywhere, at any time.
--- ARGV: retention ms, consumer idle ms, stray ttl ms, output weight, default output, number of due items, then
--- {class, entry} for each due item; the keys after those of the due items are job hashes that may be strays.
+-- ARGV: retention ms, consumer idle ms, stray ttl ms, output weight, default output, number of entries past their
+-- deadline, number of jobs whose entry may be gone, then {class, entry} for each of both. After their keys come
+-- job hashes that may be strays.
 -- Returns {ended, consumers deleted, entries put back, clocks removed, strays}.
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
   vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], workers = KEYS[11],
 }
 local retention_ms, consumer_idle_ms, stray_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local output_weight, default_output, due = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local output_weight, default_output = tonumber(ARGV[4]), tonumber(ARGV[5])
+local due, doubtful = tonumber(ARGV[6]), tonumber(ARGV[7])
 local now, ended, deleted, restored, removed, strays = now_ms(), 0, 0, 0, 0, 0
 local PAGE = 500
 
@@ -31,6 +33,18 @@ local function end_due(j)
   if flag(s.cancel) then end_job(k, j, 'cancelled', nil, now, retention_ms)
   else end_job(k, j, 'failed', s.broken and 'lost' or 'deadline_exceeded', now, retention_ms) end
   if entry then refund(k.vtime, j.class, entry[2], output_weight, default_output) end
+end
+
+-- A job that is neither leased nor waiting and whose entry is gone (its stream was deleted or trimmed) can never run.
+local function end_orphan(j)
+  if redis.call('ZSCORE', k.leases, j.member) then return end
+  local waits = redis.pcall('ZSCORE', k.ready[j.class], j.entry)
+  local entry = redis.pcall('XRANGE', k.queue[j.class], j.entry, j.entry)
+  if waits or is_error(entry) or entry[1] then return end
+  local s = read_state(j, now)
+  if not s or not s.status or s.other or s.ended then return end
+  end_job(k, j, 'failed', 'lost', now, retention_ms)
+  ended = ended + 1
 end
 
 -- XGROUP DELCONSUMER drops what a consumer holds, so only those that hold nothing, in the same call.
@@ -102,14 +116,15 @@ for key, wanted in pairs({[k.leases] = 'zset', [k.deadlines] = 'zset', [k.vtime]
   local found = redis.call('TYPE', key).ok
   if found ~= wanted and found ~= 'none' then return redis.error_reply('WRONGTYPE ' .. key) end
 end
-local last_due = 11 + due * 3
-for i = 12, last_due, 3 do
-  local at = 7 + (i - 12) / 3 * 2
+local first_stray = 12 + (due + doubtful) * 3
+for i = 12, first_stray - 1, 3 do
+  local number = (i - 12) / 3
+  local at = 8 + number * 2
   local j = {job = KEYS[i], log = KEYS[i + 1], live = KEYS[i + 2], class = ARGV[at], entry = ARGV[at + 1]}
   j.member = j.class .. '-' .. j.entry
-  end_due(j)
+  if number < due then end_due(j) else end_orphan(j) end
 end
-for i = last_due + 1, #KEYS do
+for i = first_stray, #KEYS do
   local stray = redis.call('TYPE', KEYS[i]).ok == 'hash' and redis.call('HEXISTS', KEYS[i], 'status') == 0
   if stray and redis.call('PTTL', KEYS[i]) == -1 then
     redis.call('PEXPIRE', KEYS[i], stray_ttl_ms)

@@ -80,6 +80,7 @@ async def test_no_class_starves(pool: Any) -> None:
     for job_class in ("low", "normal", "high"):
         for _ in range(200):
             await pool.add(job_class, prompt="x", max_tokens=10)
+    await pool.pick(0, sort_limit=200)
     counts = Counter(entry.job_class for entry in await pool.pick(210))
     assert 150 <= counts["high"] <= 170
     assert 35 <= counts["normal"] <= 45

@@ -191,6 +191,29 @@ async def test_a_running_job_past_its_deadline_is_its_workers_business(pool: Any
     await pool.assert_no_entries_left()
 
 
+async def test_a_submitted_job_whose_entry_is_gone_ends_as_lost(pool: Any, kit: Any) -> None:
+    await pool.scripts.submit("normal", "trimmed", {"prompt": "a"})
+    await pool.redis.xtrim(pool.keys.queue("normal"), maxlen=0, approximate=False)
+    await pool.scripts.submit("low", "waits", {"prompt": "a"})
+    await pool.add("high", id="runs", prompt="a")
+    _, claimed = await pool.take()
+    assert claimed.job_id == "runs"
+    await pool.add("high", id="wiped", prompt="a")
+    entry, claimed = await pool.take()
+    await pool.emit(kit.item(entry, claimed, [kit.delta(1)]))
+    await pool.redis.zrem(pool.keys.leases, entry.member)
+    await pool.redis.xdel(pool.keys.queue("high"), entry.entry_id)
+    assert sum([(await pool.scripts.reap()).ended for _ in range(5)]) == 2
+    for job_id, status in (
+        ("trimmed", "failed"),
+        ("wiped", "failed"),
+        ("waits", "queued"),
+        ("runs", "running"),
+    ):
+        assert (await pool.job(job_id))["status"] == status
+    assert (await pool.log("wiped"))[-1].error["code"] == "lost"
+
+
 async def test_reap_deletes_only_consumers_that_hold_nothing(pool: Any, kit: Any) -> None:
     for _ in range(2):
         await pool.add()
