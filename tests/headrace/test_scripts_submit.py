@@ -194,13 +194,13 @@ async def test_a_running_job_past_its_deadline_is_its_workers_business(pool: Any
 async def test_a_submitted_job_whose_entry_is_gone_ends_as_lost(pool: Any, kit: Any) -> None:
     await pool.scripts.submit("normal", "trimmed", {"prompt": "a"})
     await pool.redis.xtrim(pool.keys.queue("normal"), maxlen=0, approximate=False)
-    await pool.scripts.submit("low", "waits", {"prompt": "a"})
     await pool.add("high", id="runs", prompt="a")
     _, claimed = await pool.take()
     assert claimed.job_id == "runs"
     await pool.add("high", id="wiped", prompt="a")
     entry, claimed = await pool.take()
     await pool.emit(kit.item(entry, claimed, [kit.delta(1)]))
+    await pool.scripts.submit("low", "waits", {"prompt": "a"})
     await pool.redis.zrem(pool.keys.leases, entry.member)
     await pool.redis.xdel(pool.keys.queue("high"), entry.entry_id)
     assert sum([(await pool.scripts.reap()).ended for _ in range(5)]) == 2
