@@ -121,7 +121,8 @@ def prepare(
         reference = selftest.make_reference(hf, min(vocab_size, config.vocab_size), max_len, device)
     forward: PackedModel | FusedModel | None = None
     if fused and device.type == "cpu" and dtype == torch.float32:
-        forward = try_fused(PackedModel(hf, device), reference, gguf=gguf, threads=threads)
+        with torch_threads(1):
+            forward = try_fused(PackedModel(hf, device), reference, gguf=gguf, threads=threads)
     if forward is not None:
         exact, kernels = True, (backend().numerics, "fused", "exact")
     else:

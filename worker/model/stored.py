@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headrace_kernels import matmul
 from headrace_kernels.matmul.reference import dequantize
+from worker.model.gguf_index import read_index
 
 log = structlog.get_logger()
 SAMPLED_ROWS = 48  # compared before blocks are taken for a weight's
@@ -81,17 +82,16 @@ class WeightSource:
 
 def _read_blocks(model: Any, gguf: Path) -> dict[str, Any]:
     """The file's quantised tensors by the model's parameter names, as far as they are known."""
-    from gguf import GGUFReader, get_tensor_name_map
+    from gguf import get_tensor_name_map
     from gguf.constants import MODEL_ARCH_NAMES
 
-    reader = GGUFReader(gguf)
-    field = reader.get_field("general.architecture")
+    index = read_index(gguf)
     named = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-    arch = named.get(field.contents() if field is not None else "")
+    arch = named.get(index.architecture)
     if arch is None:
         return {}
     names = get_tensor_name_map(arch, model.config.get_text_config().num_hidden_layers)
-    tensors = {t.name: t for t in reader.tensors if t.tensor_type.name.lower() in matmul.STORAGES}
+    tensors = {t.name: t for t in index.tensors if t.tensor_type.name.lower() in matmul.STORAGES}
     found = {}
     for name, _ in model.named_parameters():
         theirs = names.get_name(name, try_suffixes=(".weight",))
