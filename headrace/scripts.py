@@ -150,13 +150,22 @@ class Scripts:
         return Submitted(found, entry, kind == "existing")
 
     async def pick(
-        self, worker: str, n: int, *, budget_tokens: int, lease_ms: int, sort_limit: int = 128
+        self,
+        worker: str,
+        n: int,
+        *,
+        budget_tokens: int,
+        lease_ms: int,
+        sort_limit: int = 128,
+        num_classes: int = len(CLASSES),
     ) -> Picked:
         """Sorts new entries (at most `sort_limit` of each class) and leases up to `n` to `worker`.
 
         A job is handed out while any of `budget_tokens` is left: the last one may exceed it. n=0 only sorts.
+        Of the classes only the `num_classes` highest are handed out.
         """
-        args = [worker, n, budget_tokens, lease_ms, sort_limit, *self._costs, self._share.output_reserve]
+        args: list[Any] = [worker, n, budget_tokens, lease_ms, sort_limit, *self._costs]
+        args += [self._share.output_reserve, num_classes]
         return read_picked(await self._run("pick", (fixed_keys(self._keys), args)))
 
     async def claim(
@@ -224,6 +233,10 @@ class Scripts:
             call_keys += [keys.job(job_id), keys.log(job_id), keys.live(job_id)]
             args += [job_class, entry_id]
         return Reaped(*await self._run("reap", ([*call_keys, *strays], args)))
+
+    async def overdue(self) -> bool:
+        """Whether an entry is past its deadline: two quick commands, to be asked several times a second."""
+        return bool(await self._due(1))
 
     async def _due(self, limit: int) -> list[tuple[str, str, str]]:
         """(class, entry id, job id) of entries past their deadline."""

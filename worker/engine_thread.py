@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from headrace.errors import HeadraceError
+from headrace.messages import CLASSES
 from worker.engine.engine import Engine
 from worker.engine.outputs import FailedOutput, Output
 from worker.engine.request import Request
@@ -17,6 +18,7 @@ from worker.engine.stats import EngineStats
 
 log = structlog.get_logger("headrace.engine")
 
+NUM_CLASSES = len(CLASSES)
 PAUSE_RECHECK_S = 0.05  # how soon a paused engine looks again whether it may go on
 
 
@@ -40,8 +42,7 @@ class StepReport:
 
     outputs: tuple[Output, ...]
     stats: EngineStats
-    admissible_requests: int
-    admissible_tokens: int
+    room: tuple[tuple[int, int], ...]  # by class, highest first: requests and tokens that could start now
     added_total: int  # requests taken in since the start, so that the claimer can count those on their way
 
 
@@ -145,7 +146,7 @@ class EngineThread:
         return outputs
 
     def _report(self, outputs: list[Output]) -> EngineStats:
-        requests, tokens = self._engine.admissible()
+        room = tuple(self._engine.admissible(priority) for priority in range(NUM_CLASSES))
         stats = self._engine.stats()
-        self._on_report(StepReport(tuple(outputs), stats, requests, tokens, self._added_total))
+        self._on_report(StepReport(tuple(outputs), stats, room, self._added_total))
         return stats

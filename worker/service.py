@@ -23,10 +23,11 @@ from headrace.scripts import Scripts, SyncScripts
 from headrace.submission import Limits
 from worker.engine.engine import Engine
 from worker.engine_thread import EngineThread, StepReport
+from worker.metrics import Live, WorkerMetrics
 from worker.queue.card import REFRESH_S, Card, Utilisation, card_numbers
 from worker.queue.claimer import Claimer
 from worker.queue.control import ControlChannel, EntryWatcher
-from worker.queue.intake import Intake, ServedModel
+from worker.queue.intake import Admitted, Intake, ServedModel
 from worker.queue.lease import LeaseCallbacks, LeaseKeeper
 from worker.queue.publisher import Publisher
 from worker.queue.running import RunningJobs
@@ -34,7 +35,8 @@ from worker.queue.running import RunningJobs
 log = structlog.get_logger("headrace.worker")
 
 MAX_BACKLOG_EVENTS = 8_192  # events Redis has not acknowledged; above it the engine waits
-REAP_S = 1.0
+OVERDUE_S = 0.25  # how late a job that waits may be told that its time is over
+REAP_S = 10.0
 REDIS_RETRY_S = 0.5
 
 
@@ -76,7 +78,7 @@ class WorkerService:
             worker_id=settings.worker_id,
             lease_ms=settings.lease_ms,
             room=self._room,
-            take=self._jobs.take,
+            take=self._take,
         )
         self._control = ControlChannel(
             self._pubsub,
@@ -87,16 +89,23 @@ class WorkerService:
             on_drain=self._draining.set,
         )
         self._card = Card(self._redis, self._keys, settings.worker_id, card)
+        info = {"pool": settings.pool, "worker": settings.worker_id, "model": model.name}
+        self._metrics = WorkerMetrics(self._live, info | {"fingerprint": model.fingerprint})
 
     def _lease_keeper(self) -> LeaseKeeper:
         def on_renewed(renewed: Renewed) -> None:
+            self._metrics.leases_lost(len(renewed.lost))
             self._hand_over(self._jobs.reconcile, renewed)
+
+        def on_expired() -> None:
+            self._metrics.leases_expired()
+            self._hand_over(self._jobs.drop_all)
 
         return LeaseKeeper(
             SyncScripts(self._sync_redis, self._keys),
             self._settings.worker_id,
             lease_ms=self._settings.lease_ms,
-            callbacks=LeaseCallbacks(on_renewed, lambda: self._hand_over(self._jobs.drop_all)),
+            callbacks=LeaseCallbacks(on_renewed, on_expired),
         )
 
     def _intake(self, model: ServedModel) -> Intake:
@@ -108,6 +117,7 @@ class WorkerService:
             worker_id=self._settings.worker_id,
             lease_ms=self._settings.lease_ms,
             max_attempts=self._settings.max_attempts,
+            retention_ms=self._settings.retention_ms,
             default_max_tokens=self._settings.default_max_tokens,
             limits=Limits(max_body_bytes=self._settings.max_body_bytes),
         )
@@ -116,6 +126,8 @@ class WorkerService:
         """Serves until told to drain. Returns the process's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._handle_signal)
+        if self._settings.metrics_port:
+            self._metrics.serve(self._settings.metrics_host, self._settings.metrics_port)
         await self._wait_for_redis()
         self._engine.start()
         self._leases.start()
@@ -138,6 +150,7 @@ class WorkerService:
             self._claimer.watch(),
             self._control.run(),
             self._every(REFRESH_S, self._write_card),
+            self._every(OVERDUE_S, self._end_overdue),
             self._every(REAP_S, self._reap),
         ]
         return [asyncio.create_task(loop) for loop in loops]
@@ -199,23 +212,28 @@ class WorkerService:
         self._report = report
         self._utilisation.add(report.stats)
         self._jobs.absorb(report.outputs)
-        if self._claimer.waiting and self._room()[0] > 0:
+        if self._claimer.waiting and any(requests > 0 for requests, _ in self._room()):
             self._claimer.wake()
 
     def _handle_fatal(self, error: BaseException) -> None:
         self._fatal = error
         self._draining.set()
 
-    def _room(self) -> tuple[int, int]:
+    def _room(self) -> list[tuple[int, int]]:
         report = self._report
         if report is None or not self._may_run():
-            return 0, 0
+            return [(0, 0)]
         on_their_way = self._jobs.requests_sent - report.added_total
-        return max(report.admissible_requests - on_their_way, 0), report.admissible_tokens
+        return [(max(requests - on_their_way, 0), tokens) for requests, tokens in report.room]
 
     # --- from Redis
 
+    def _take(self, admitted: Admitted) -> None:
+        self._metrics.took(admitted)
+        self._jobs.take(admitted)
+
     def _settle(self, items: Sequence[EmitItem], outcomes: Sequence[EmitOutcome]) -> None:
+        self._metrics.settled(items, outcomes)
         self._jobs.settle(items, outcomes)
         self._engine.nudge()
 
@@ -234,6 +252,16 @@ class WorkerService:
 
     # --- housekeeping
 
+    def _live(self) -> Live:
+        return Live(
+            stats=self._report.stats if self._report else None,
+            sums=self._utilisation.sums(),
+            queued=self._claimer.waiting,
+            held=len(self._jobs),
+            backlog_events=self._publisher.backlog_events,
+            lease_valid=self._leases.valid(),
+        )
+
     async def _every(self, interval_s: float, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             with suppress(RedisError, OSError):
@@ -244,6 +272,7 @@ class WorkerService:
         if self._report is not None:
             stats = self._report.stats
             held = {"held": len(self._jobs)}
+            self._metrics.keep(self._jobs.__contains__)
             await self._card.write(held | card_numbers(stats) | self._utilisation.sums())
             self._tell_ready()
 
@@ -251,6 +280,10 @@ class WorkerService:
         if not self._told_ready:
             log.info("worker_ready", worker=self._settings.worker_id, pool=self._settings.pool)
         self._told_ready = True
+
+    async def _end_overdue(self) -> None:
+        if await self._scripts.overdue():
+            await self._reap()
 
     async def _reap(self) -> None:
         await self._scripts.reap(retention_ms=self._settings.retention_ms)

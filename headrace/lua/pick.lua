@@ -1,7 +1,8 @@
 -- uses: base cost
 -- Sorts new entries into `ready` by start-time fair queueing (Goyal, Vin, Cheng 1996), then hands out expired leases
 -- and up to n jobs, each under a lease. The class with the lowest weighted clock is next, so no class starves.
--- ARGV: worker, n, budget tokens, lease ms, sort limit, output weight, default output tokens, output reserve.
+-- ARGV: worker, n, budget tokens, lease ms, sort limit, output weight, default output tokens, output reserve, how many
+-- classes may be handed out, from the highest.
 -- Returns {{id to wait behind, for each class}, waiting, {names of unusable keys}, {class, entry, {fields}}…}.
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
@@ -10,6 +11,8 @@ local k = {
 local worker, want, budget = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lease_ms, sort_limit = tonumber(ARGV[4]), tonumber(ARGV[5])
 local output_weight, default_output, reserve = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local open_class = {}
+for i = 1, tonumber(ARGV[9]) do open_class[CLASSES[i]] = true end
 local CLASS_WEIGHT = {high = 16, normal = 4, low = 1}
 local READY_CONSUMER, SORT_BYTES = 'ready', 4194304
 local now, bad, usable = now_ms(), {}, {}
@@ -144,14 +147,14 @@ local function take_expired()
     if not open() then return end
     local class, id = split_member(member)
     if not class then redis.call('ZREM', k.leases, member)
-    elseif usable[class] then hand_out(class, id) end
+    elseif usable[class] and open_class[class] then hand_out(class, id) end
   end
 end
 
 local function next_class()
   local best, best_clock, best_head
   for _, class in ipairs(CLASSES) do
-    local head = usable[class] and redis.call('ZRANGE', k.ready[class], 0, 0, 'WITHSCORES')
+    local head = usable[class] and open_class[class] and redis.call('ZRANGE', k.ready[class], 0, 0, 'WITHSCORES')
     if head and head[1] then
       local c = math.max(clock('c:' .. class), clock('c'))
       if not best or c < best_clock then best, best_clock, best_head = class, c, head end

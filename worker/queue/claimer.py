@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 from redis.exceptions import RedisError
@@ -21,7 +21,8 @@ RETRY_S = 0.5
 class Claimer:
     """Runs `pick` and `claim` whenever there may be both work and room.
 
-    `room()` gives the requests and the tokens the engine can admit beyond those already on their way to it.
+    `room()` gives, for each class from the highest, the requests and the tokens the engine can admit beyond
+    those already on their way to it: a high one may take the place of a low one.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Claimer:
         *,
         worker_id: str,
         lease_ms: int,
-        room: Callable[[], tuple[int, int]],
+        room: Callable[[], Sequence[tuple[int, int]]],
         take: Callable[[Admitted], None],
     ) -> None:
         self._scripts = scripts
@@ -79,9 +80,13 @@ class Claimer:
 
     async def _claim_once(self) -> bool:
         """One pick and claim. Returns whether another may get more right now."""
-        requests, tokens = self._room()
+        num_classes, requests, tokens = self._widest_room()
         picked = await self._scripts.pick(
-            self._worker_id, requests, budget_tokens=tokens, lease_ms=self._lease_ms
+            self._worker_id,
+            requests,
+            budget_tokens=tokens,
+            lease_ms=self._lease_ms,
+            num_classes=num_classes,
         )
         self._last_ids = picked.last_ids
         self.waiting = picked.waiting
@@ -89,4 +94,13 @@ class Claimer:
             return False
         for admitted in await self._intake.admit(picked.entries):
             self._take(admitted)
-        return self._room()[0] > 0 and picked.waiting > 0
+        return self._widest_room()[1] > 0 and picked.waiting > 0
+
+    def _widest_room(self) -> tuple[int, int, int]:
+        """Classes, requests and tokens: for all classes if there is room, else for the higher ones alone."""
+        rooms = self._room()
+        for num_classes in range(len(rooms), 0, -1):
+            requests, tokens = rooms[num_classes - 1]
+            if requests > 0:
+                return num_classes, requests, tokens
+        return len(rooms), 0, 0

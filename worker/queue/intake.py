@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import cast
@@ -13,6 +15,8 @@ from typing import cast
 import msgspec
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace.errors import HeadraceError
 from headrace.keys import Keys
@@ -29,6 +33,7 @@ from worker.text.stream import TextStream
 
 log = structlog.get_logger("headrace.intake")
 
+CLAIM_RETRIES_S = (0.05, 0.2, 0.5)
 INLINE_PROMPT_CHARS = 8_192  # longer ones are tokenised beside the event loop
 
 
@@ -74,6 +79,7 @@ class Intake:
         worker_id: str,
         lease_ms: int,
         max_attempts: int,
+        retention_ms: int,
         default_max_tokens: int,
         limits: Limits,
     ) -> None:
@@ -84,6 +90,7 @@ class Intake:
         self._worker_id = worker_id
         self._lease_ms = lease_ms
         self._max_attempts = max_attempts
+        self._retention_ms = retention_ms
         self._default_max_tokens = default_max_tokens
         self._limits = limits
 
@@ -95,9 +102,7 @@ class Intake:
             ClaimItem(e.job_class, e.entry_id, job.id, job.ttl_ms)
             for e, (job, _) in zip(entries, parsed, strict=True)
         ]
-        claims = await self._scripts.claim(
-            self._worker_id, items, lease_ms=self._lease_ms, max_attempts=self._max_attempts
-        )
+        claims = await self._claim(items)
         admitted = []
         for (job, error), claim in zip(parsed, claims, strict=True):
             if claim.outcome != "run":
@@ -105,6 +110,25 @@ class Intake:
                 continue
             admitted.append(await self._admit_one(job, error, claim, claimed_at_s))
         return admitted
+
+    async def _claim(self, items: Sequence[ClaimItem]) -> list[Claimed]:
+        """The same nonce in every try: a claim whose reply was lost is answered again, not made again."""
+        nonce = secrets.token_hex(8)
+        for retry_s in CLAIM_RETRIES_S:
+            with suppress(RedisConnectionError, RedisTimeoutError, OSError):
+                return await self._claim_once(items, nonce)
+            await asyncio.sleep(retry_s)
+        return await self._claim_once(items, nonce)
+
+    async def _claim_once(self, items: Sequence[ClaimItem], nonce: str) -> list[Claimed]:
+        return await self._scripts.claim(
+            self._worker_id,
+            items,
+            lease_ms=self._lease_ms,
+            max_attempts=self._max_attempts,
+            retention_ms=self._retention_ms,
+            nonce=nonce,
+        )
 
     def _parse(self, entry: Entry) -> tuple[Job, HeadraceError | None]:
         try:

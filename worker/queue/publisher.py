@@ -45,7 +45,7 @@ class Publisher:
     @property
     def backlog_events(self) -> int:
         parts = (self._waiting, self._in_flight)
-        return sum(len(item.events) for part in parts for item in part.values())
+        return sum(len(item.events) for part in parts for item in list(part.values()))
 
     def put(self, items: Sequence[EmitItem]) -> None:
         """Queues one step's items; a job's events keep their order and join those that wait."""
