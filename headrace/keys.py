@@ -85,5 +85,10 @@ class Keys:
     def undecodable(self) -> str:
         return self._key("undecodable")
 
+    @property
+    def hooks(self) -> str:
+        """Stream of ends that somebody is to be told of: `job`, `url`, `tenant`, `status`, `at`."""
+        return self._key("hooks")
+
     def idem(self, tenant: str, key: str) -> str:
         return self._key(f"idem:{tenant}:{key}")

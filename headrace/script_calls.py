@@ -52,6 +52,7 @@ def fixed_keys(keys: Keys) -> list[str]:
         keys.leases,
         keys.deadlines,
         keys.ids,
+        keys.hooks,
     ]
 
 
@@ -87,6 +88,7 @@ def read_claimed(items: Sequence[ClaimRow], reply: Sequence[Any]) -> list[Claime
 
 def emit_call(keys: Keys, items: Sequence[EmitItem], retention_ms: int) -> Call:
     call_keys = [keys.leases, keys.deadlines, keys.ids, keys.undecodable, *(keys.queue(c) for c in CLASSES)]
+    call_keys.append(keys.hooks)
     args: list[Any] = [retention_ms]
     for item in items:
         job_id, final = item.job_id, item.final

@@ -3,10 +3,11 @@
 -- Returns "ended" (by this call), "flagged", "over" (it had ended) or "unknown" (the flag waits for the id).
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
-  vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], ctl = KEYS[11],
+  vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], hooks = KEYS[11],
+  ctl = KEYS[12],
 }
 local id, retention_ms, now = ARGV[1], tonumber(ARGV[2]), now_ms()
-local j = {job = KEYS[12], log = KEYS[13], live = KEYS[14]}
+local j = {job = KEYS[13], log = KEYS[14], live = KEYS[15]}
 local UNKNOWN_TTL_MS = 86400000
 
 local place = redis.call('HMGET', j.job, 'class', 'entry')

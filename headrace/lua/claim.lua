@@ -5,7 +5,8 @@
 -- Returns {outcome, epoch, attempt, ms left (-1: no deadline), last seq, submitted ms, waited ms} for each item.
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
-  vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], dead = KEYS[11],
+  vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], hooks = KEYS[11],
+  dead = KEYS[12],
 }
 local worker, lease_ms, max_attempts = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local retention_ms, nonce = tonumber(ARGV[4]), ARGV[5]
@@ -34,11 +35,12 @@ local function finish(j, entry, outcome, status, code)
 end
 
 local function run(j, s, entry, deadline)
-  local attempt, epoch = number_or(s.attempt, 0) + 1, j.epoch + 1
+  local attempt, epoch, e = number_or(s.attempt, 0) + 1, j.epoch + 1, estimate(entry[2], 1)
   redis.call('HSET', j.job, 'status', 'running', 'epoch', epoch, 'attempt', attempt, 'seq', j.seq, 'worker', worker,
-    'class', j.class, 'entry', j.entry, 'tenant', estimate(entry[2], 1).tenant, 't_submit', j.submitted,
+    'class', j.class, 'entry', j.entry, 'tenant', e.tenant, 't_submit', j.submitted,
     't_start', s.t_start or now, 'nonce', nonce, 'fence', string.format('%d %s', epoch, j.member))
   if deadline then redis.call('HSET', j.job, 'deadline', deadline) end
+  if e.webhook then redis.call('HSET', j.job, 'webhook', e.webhook) end -- at the end the entry need not be read
   redis.call('PERSIST', j.job)
   redis.call('ZADD', k.leases, now + lease_ms, j.member)
   return {'run', epoch, attempt, deadline and deadline - now or -1, j.seq, j.submitted}
@@ -81,8 +83,8 @@ local function claim_safely(j, ttl_ms)
 end
 
 local out = {}
-for i = 0, (#KEYS - 11) / 3 - 1 do
-  local at, key = 8 + i * 4, 12 + i * 3
+for i = 0, (#KEYS - 12) / 3 - 1 do
+  local at, key = 8 + i * 4, 13 + i * 3
   local j = {job = KEYS[key], log = KEYS[key + 1], live = KEYS[key + 2]}
   j.class, j.entry, j.id = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   j.member = j.class .. '-' .. j.entry

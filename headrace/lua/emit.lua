@@ -5,8 +5,9 @@
 -- {status, usage, result, error, 1 to keep the raw entry}.
 -- Returns for each item a letter: o(k) c(ancel) s(tale) g(ap) l(ost) e(rror).
 local k = {leases = KEYS[1], deadlines = KEYS[2], ids = KEYS[3], undecodable = KEYS[4]}
-k.queue = {high = KEYS[5], normal = KEYS[6], low = KEYS[7]} -- no library: this script is the hot one
+k.queue, k.hooks = {high = KEYS[5], normal = KEYS[6], low = KEYS[7]}, KEYS[8] -- no library: this script is the hot one
 local retention_ms, GROUP, UNDECODABLE_LENGTH = tonumber(ARGV[1]), 'workers', 10000
+local HOOKS_LENGTH, HOOKS_TTL_MS = 100000, 604800000
 local at, now = 2, nil
 
 local function now_ms()
@@ -42,6 +43,15 @@ local function keep_raw(queue, entry)
   redis.pcall('XADD', k.undecodable, 'MAXLEN', '~', UNDECODABLE_LENGTH, '*', unpack(values, 1, math.min(#values, 2000)))
 end
 
+-- Whoever delivers webhooks learns of the end in the same change of state: neither can be without the other.
+local function note_hook(j, status)
+  local s = redis.call('HMGET', j.job, 'webhook', 'tenant')
+  if not s[1] then return end
+  redis.pcall('XADD', k.hooks, 'MAXLEN', '~', HOOKS_LENGTH, '*', 'job', j.job:match(':job:(.+)$'), 'url', s[1],
+    'tenant', s[2] or 'default', 'status', status, 'at', now_ms())
+  redis.pcall('PEXPIRE', k.hooks, HOOKS_TTL_MS)
+end
+
 local function close(j, fence, seq)
   local member = fence:match(' (.+)$')
   local class, entry = member:match('^(%l+)%-(.+)$')
@@ -54,6 +64,7 @@ local function close(j, fence, seq)
   if problem ~= '' then redis.call('HSET', j.job, 'error', problem) end
   redis.call('PEXPIREAT', j.job, now_ms() + retention_ms)
   redis.call('PEXPIREAT', j.log, now_ms() + retention_ms)
+  note_hook(j, status)
   if raw == '1' then keep_raw(k.queue[class], entry) end
   redis.pcall('XACK', k.queue[class], GROUP, entry)
   redis.pcall('XDEL', k.queue[class], entry)
@@ -145,7 +156,7 @@ local function emit(j)
 end
 
 local out, j = {}, {}
-for i = 8, #KEYS, 3 do
+for i = 9, #KEYS, 3 do
   j.job, j.log, j.live = KEYS[i], KEYS[i + 1], KEYS[i + 2]
   out[#out + 1] = emit(j)
 end

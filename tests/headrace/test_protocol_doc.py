@@ -57,6 +57,7 @@ def test_every_key() -> None:
         keys.dead,
         keys.undecodable,
         keys.workers,
+        keys.hooks,
     ]
     named += [keys.queue("<class>"), keys.ready("<class>"), keys.job("<id>"), keys.log("<id>")]
     named += [keys.live("<id>"), keys.worker("<worker>"), keys.idem("<tenant>", "<key>")]

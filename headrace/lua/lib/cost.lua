@@ -1,5 +1,5 @@
 -- What a submission will roughly cost, from its flat fields. Producers write these: every number is bounded here.
-local MAX_NAME = 64
+local MAX_NAME, MAX_URL = 64, 2048
 
 local function bounded(text, low, high, otherwise)
   if not text or #text > 9 or not text:match('^%d+$') then return otherwise end
@@ -52,6 +52,7 @@ local function estimate(fields, default_output)
     n = bounded(n, 1, 128, 1),
     tenant = tenant,
     id = id,
+    webhook = f.webhook and #f.webhook <= MAX_URL and f.webhook:match('^https?://[^%s/]%S*$') and f.webhook or nil,
     ttl_ms = f.ttl_ms and #f.ttl_ms <= 10 and f.ttl_ms:match('^[1-9]%d*$') and tonumber(f.ttl_ms),
   }
 end

@@ -69,6 +69,20 @@ local function partial(j)
   return usage, '{"choices":[' .. table.concat(list, ',') .. ']}'
 end
 
+-- Whoever delivers webhooks learns of the end in the same change of state: neither can be without the other.
+local HOOKS_LENGTH, HOOKS_TTL_MS = 100000, 604800000
+
+local function note_hook(k, j, status, now)
+  local found = redis.pcall('XRANGE', k.queue[j.class], j.entry, j.entry)
+  local e = not is_error(found) and found[1] and estimate(found[1][2], 1)
+  local url = redis.call('HGET', j.job, 'webhook') or (e and e.webhook)
+  if not url then return end
+  local tenant = redis.call('HGET', j.job, 'tenant') or (e and e.tenant) or 'default'
+  redis.pcall('XADD', k.hooks, 'MAXLEN', '~', HOOKS_LENGTH, '*', 'job', j.job:match(':job:(.+)$'), 'url', url,
+    'tenant', tenant, 'status', status, 'at', now)
+  redis.pcall('PEXPIRE', k.hooks, HOOKS_TTL_MS)
+end
+
 -- Raises the epoch, so that whoever held the job is fenced.
 local function end_job(k, j, status, code, now, retention_ms)
   local usage, result = partial(j)
@@ -90,6 +104,7 @@ local function end_job(k, j, status, code, now, retention_ms)
   redis.call('HDEL', j.job, 'fence', 'nonce')
   redis.call('PEXPIREAT', j.log, now + retention_ms)
   redis.call('PEXPIREAT', j.job, now + retention_ms)
+  note_hook(k, j, status, now)
   remove_entry(k, j)
   redis.pcall('PUBLISH', j.live, json .. '}')
 end
