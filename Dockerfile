@@ -9,8 +9,9 @@ RUN apt-get update -qq \
 ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /app
 
-# torch alone and first: the largest layer changes least. An empty TORCH_INDEX takes torch from the default index.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# torch alone and first: the largest layer changes least. Point TORCH_INDEX at the index of CPU builds where there is
+# no GPU: it saves gigabytes.
+ARG TORCH_INDEX=
 ARG TORCH_TRUSTED_HOST=
 COPY constraints.txt ./
 RUN pip install -c constraints.txt torch \

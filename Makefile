@@ -2,14 +2,14 @@
 #
 #   make up [MODEL=…] [PORT=8080] [REDIS_URL=redis://…] [POOL=…] [DEVICE=…]
 #
-# Other settings are HEADRACE_* variables (`.venv/bin/python -m worker --help`). On a machine without a GPU,
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the download of CUDA.
+# Other settings are HEADRACE_* variables (`.venv/bin/python -m worker --help`). On a machine without a GPU, point
+# PIP_EXTRA_INDEX_URL at torch's index of CPU builds: it saves the download of CUDA.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := headrace worker gateway kernels tests benchmarks examples
+TYPED := headrace worker gateway kernels benchmarks examples
 
 MODEL ?=
 PORT ?=
@@ -22,7 +22,7 @@ UP_FLAGS = $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port "$(PORT)") \
 	$(if $(DEVICE),--device "$(DEVICE)")
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check format bench clean install model
+.PHONY: help up test check format bench exact clean install model
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ test: $(VENV)/.installed-test model ## run all tests, the quick ones first
 check: $(VENV)/.installed-test ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(wildcard $(SOURCES))
+	$(BIN)/mypy $(TYPED)
 
 format: $(VENV)/.installed-test ## format and fix what can be fixed
 	$(BIN)/ruff check --fix-only .
@@ -49,6 +49,9 @@ format: $(VENV)/.installed-test ## format and fix what can be fixed
 
 bench: $(VENV)/.installed-bench model ## measure on this machine
 	$(BIN)/python -m benchmarks $(ARGS)
+
+exact: $(VENV)/.installed model ## prove that answers do not depend on the crowd
+	$(BIN)/python -m benchmarks.exact $(ARGS)
 
 clean: ## remove the virtual environment and what tools left; keeps models and queues
 	rm -rf $(VENV) build dist results .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

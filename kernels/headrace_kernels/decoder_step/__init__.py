@@ -1,8 +1,8 @@
 """One step of a Llama-like decoder in one call: all layers over packed tokens, and the logits of chosen rows.
 
-`CompiledDecoder` is made once from packed weights; `bind` names the KV caches it reads and writes. The options
-cover biases, head norms, norms after blocks, windows for each layer, caps, scales and layers without rotation;
-reference.py is the same in plain torch.
+`CompiledDecoder` is made once from packed weights; `bind` names the KV caches it reads and writes. The
+options cover biases, head norms, norms after blocks, windows for each layer, caps, scales and layers without
+rotation; reference.py is the same in plain torch.
 """
 
 from __future__ import annotations
