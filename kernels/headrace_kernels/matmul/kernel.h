@@ -13,6 +13,9 @@ constexpr int MAX_STRIP = REGISTERS >= 32 ? 12 : REGISTERS >= 8 ? 6 : 4;
 // enough independent chains of additions.
 constexpr int vectors_for(int rows) { return REGISTERS >= 32 || rows <= 2 ? 2 : 1; }
 
+// Up to so many rows the k's of a chunk are unrolled: unpacking is then most of the work.
+constexpr int UNROLLED_ROWS = 4;
+
 // How a strip's share of `rows` rows is cut: as even as can be, since a nearly empty strip costs as much as a full one.
 struct Strips {
   int rows, count;
@@ -26,54 +29,101 @@ struct Strips {
   }
 };
 
+// One strip times one block of a panel.
+struct Pass {
+  const float* x;        // [k_count][rows]
+  const uint8_t* panel;
+  int k_count;
+  float* sums;           // [rows][32]
+  bool resume;           // go on from what sums holds
+  float* unpacked;       // [k_count][32] gets the weights in fp32 for later strips; null: nobody wants them
+  const uint8_t* ahead;  // memory needed soon, of which this pass fetches `ahead_step` bytes for each k; null: none
+  int ahead_step;
+};
+
+// Reads go to memory that another block of work needs: the processor's own prefetcher starts anew at each block.
+HR_INLINE void fetch(const uint8_t* p, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
 // sums[r][32] (+)= x[k][r] * W: for each element one chain of fused multiply-adds in the order of k, whatever MR, NV
 // and the cuts of k are: those only decide where the chain rests in memory.
 template <class S, int MR, int NV>
-HR_INLINE void multiply_columns(const float* x, const uint8_t* panel, int column, int k_count, float* sums, bool resume) {
+HR_INLINE void multiply_columns(const Pass& pass, int column) {
   F16 acc[MR][NV];
+  float* sums = pass.sums + column;
   repeat<MR>([&](auto r) HR_LAMBDA {
-    repeat<NV>([&](auto v) HR_LAMBDA { acc[r][v] = resume ? load(sums + r * PANEL + column + v * LANES) : zero(); });
+    repeat<NV>([&](auto v) HR_LAMBDA { acc[r][v] = pass.resume ? load(sums + r * PANEL + v * LANES) : zero(); });
   });
-  for (int k = 0; k < k_count; k += S::STEP) {
-    const uint8_t* group = panel + S::bytes(k);
+  const float* x = pass.x;
+  const uint8_t* ahead = pass.ahead;
+  float* unpacked = pass.unpacked ? pass.unpacked + column : nullptr;
+  for (int k = 0; k < pass.k_count; k += S::STEP) {
+    const uint8_t* group = pass.panel + S::bytes(k);
     typename S::Scale scale[NV];
     repeat<NV>([&](auto v) HR_LAMBDA { scale[v] = S::scale(group, column + v * LANES); });
     for (int chunk = 0; chunk < S::STEP / S::CHUNK; chunk++) {
       typename S::Words words[NV];
       repeat<NV>([&](auto v) HR_LAMBDA { words[v] = S::words(group, chunk, column + v * LANES); });
-      repeat<S::CHUNK>([&](auto j) HR_LAMBDA {
-        F16 w[NV];
-        repeat<NV>([&](auto v) HR_LAMBDA { w[v] = S::template weight<decltype(j)::value>(words[v], scale[v]); });
+      if (ahead) {
+        fetch(ahead, pass.ahead_step * S::CHUNK);
+        ahead += pass.ahead_step * S::CHUNK;
+      }
+      auto add_row = [&](const F16* w) HR_LAMBDA {
+        if (unpacked) {
+          repeat<NV>([&](auto v) HR_LAMBDA { store(unpacked + v * LANES, w[v]); });
+          unpacked += PANEL;
+        }
         repeat<MR>([&](auto r) HR_LAMBDA {
           F16 a = set1(x[r]);
           repeat<NV>([&](auto v) HR_LAMBDA { acc[r][v] = fma(a, w[v], acc[r][v]); });
         });
         x += MR;
-      });
+      };
+      F16 w[NV];
+      if constexpr (MR <= UNROLLED_ROWS) {
+        repeat<S::CHUNK>([&](auto j) HR_LAMBDA {
+          repeat<NV>([&](auto v) HR_LAMBDA { w[v] = S::template weight<decltype(j)::value>(words[v], scale[v]); });
+          add_row(w);
+        });
+      } else {
+        for (int j = 0; j < S::CHUNK; j++) {
+          repeat<NV>([&](auto v) HR_LAMBDA { w[v] = S::weight(words[v], scale[v], j); });
+          add_row(w);
+        }
+      }
     }
   }
   repeat<MR>([&](auto r) HR_LAMBDA {
-    repeat<NV>([&](auto v) HR_LAMBDA { store(sums + r * PANEL + column + v * LANES, acc[r][v]); });
+    repeat<NV>([&](auto v) HR_LAMBDA { store(sums + r * PANEL + v * LANES, acc[r][v]); });
   });
 }
 
 template <class S, int MR>
-void multiply(const float* x, const uint8_t* panel, int k_count, float* sums, bool resume) {
+void multiply(const Pass& pass) {
   constexpr int NV = vectors_for(MR);
-  for (int column = 0; column < PANEL; column += NV * LANES)
-    multiply_columns<S, MR, NV>(x, panel, column, k_count, sums, resume);
+  for (int column = 0; column < PANEL; column += NV * LANES) multiply_columns<S, MR, NV>(pass, column);
 }
 
-using Multiply = void (*)(const float* x, const uint8_t* panel, int k_count, float* sums, bool resume);
+using Multiply = void (*)(const Pass&);
 
 template <class S, int... I>
 Multiply choose_multiply(int rows, std::integer_sequence<int, I...>) {
   static constexpr Multiply table[] = {multiply<S, I + 1>...};
   return table[rows - 1];
 }
-
 template <class S>
-constexpr int direct_rows() { return S::DIRECT_ROWS < MAX_STRIP ? S::DIRECT_ROWS : MAX_STRIP; }
+Multiply choose_multiply(int rows) {
+  return choose_multiply<S>(rows, std::make_integer_sequence<int, MAX_STRIP>{});
+}
+
+// In files of their own, which compile side by side.
+Multiply multiply_dense(int storage, int rows);
+Multiply multiply_quantised(int storage, int rows);
+
+inline Multiply multiply_for(int storage, int rows) {
+  return storage >= STORAGE_Q8_0 ? multiply_quantised(storage, rows) : multiply_dense(storage, rows);
+}
 
 }  // namespace hr
 

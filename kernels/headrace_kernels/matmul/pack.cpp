@@ -85,13 +85,3 @@ HR_EXPORT void hr_pack(int32_t storage, int32_t n, int32_t k, const uint8_t* sou
     }
   });
 }
-
-HR_EXPORT void hr_unpack(const Weight* w, float* out) {
-  const size_t bytes = panel_bytes(w->storage, w->k);
-  parallel(panel_count(w->n), [&](int p) {
-    float* panel = scratch<float>(SLOT_UNPACKED, static_cast<size_t>(w->k) * PANEL);
-    unpack_panel(w->storage, w->panels + p * bytes, w->k, panel);
-    for (int c = 0; c < std::min(PANEL, w->n - p * PANEL); c++)
-      for (int i = 0; i < w->k; i++) out[static_cast<size_t>(p * PANEL + c) * w->k + i] = panel[i * PANEL + c];
-  });
-}

@@ -24,8 +24,6 @@ struct PackedRows {
   Strips strips;
 };
 
-// The kernel for a strip of so many rows; null if the panel must be unpacked for them.
-Multiply multiply_for(int storage, int rows);
 void unpack_panel(int storage, const uint8_t* panel, int k_count, float* out);
 void pack_strip(const float* x, int64_t ldx, int k, int rows, float* out);
 // Uses the caller's scratch: valid until its next call.
@@ -40,26 +38,47 @@ constexpr int ROWS_PER_TILE = 8 * MAX_STRIP;
 // Below this a tile costs less than handing it out.
 constexpr int64_t TILE_OPERATIONS = 200'000;
 
+// How far ahead of its reads a single strip fetches: about the time memory takes to answer.
+constexpr int FETCH_DISTANCE = 4096;
+
+// What pass `strip` of `strip_count` over a block of k_count fetches meanwhile.
+inline void plan_fetch(Pass& pass, int storage, const uint8_t* block, int rows, int strip, int strip_count) {
+  const int bytes = static_cast<int>(panel_bytes(storage, pass.k_count)), k_count = pass.k_count;
+  if (strip_count == 1 && rows < 6) return;
+  if (strip_count == 1) {
+    pass.ahead = block + FETCH_DISTANCE;
+    pass.ahead_step = (bytes + k_count - 1) / k_count;
+    return;
+  }
+  if (strip == 0) return;  // it waits for memory as it is
+  const int lines = (bytes + 63) / 64, share = (lines + strip_count - 2) / (strip_count - 1);
+  const int lines_per_k = (share + k_count - 1) / k_count, passes = (lines + k_count * lines_per_k - 1) / (k_count * lines_per_k);
+  if (strip > passes) return;
+  pass.ahead = block + bytes + static_cast<size_t>(strip - 1) * k_count * lines_per_k * 64;
+  pass.ahead_step = lines_per_k * 64;
+}
+
+// Block by block of a panel, all strips: the first one unpacks a block while it multiplies, the others read it from
+// the cache, and while they do so the next block is fetched.
 inline void multiply_tile(const PackedRows& rows, const Weight& w, int panel, int first_strip, int last_strip, float* sums) {
   const uint8_t* data = w.panels + static_cast<size_t>(panel) * panel_bytes(w.storage, w.k);
   const Strips& strips = rows.strips;
-  const int row0 = strips.begin(first_strip);
-  const bool many = last_strip - first_strip > 1;
-  const bool unpack = w.storage != STORAGE_F32 && (many || !multiply_for(w.storage, strips.size(first_strip)));
-  const int step = many || unpack ? K_BLOCK : w.k;
+  const int row0 = strips.begin(first_strip), strip_count = last_strip - first_strip;
+  const int step = strip_count > 1 ? K_BLOCK : w.k;
+  const bool unpack = strip_count > 1 && w.storage != STORAGE_F32;
   float* unpacked = unpack ? scratch<float>(SLOT_UNPACKED, K_BLOCK * PANEL) : nullptr;
   for (int k = 0; k < w.k; k += step) {
     const int count = std::min(step, w.k - k);
     const uint8_t* block = data + panel_bytes(w.storage, k);
-    if (unpack) {
-      unpack_panel(w.storage, block, count, unpacked);
-      block = reinterpret_cast<const uint8_t*>(unpacked);
-    }
-    const int storage = unpack ? static_cast<int>(STORAGE_F32) : w.storage;
     for (int s = first_strip; s < last_strip; s++) {
       const int begin = strips.begin(s), size = strips.size(s);
+      const bool first = s == first_strip;
       const float* x = rows.x + static_cast<size_t>(begin) * w.k + static_cast<size_t>(k) * size;
-      multiply_for(storage, size)(x, block, count, sums + (begin - row0) * PANEL, k > 0);
+      const uint8_t* from = unpack && !first ? reinterpret_cast<const uint8_t*>(unpacked) : block;
+      const int storage = unpack && !first ? static_cast<int>(STORAGE_F32) : w.storage;
+      Pass pass{x, from, count, sums + (begin - row0) * PANEL, k > 0, first ? unpacked : nullptr, nullptr, 0};
+      plan_fetch(pass, w.storage, block, size, s - first_strip, strip_count);
+      multiply_for(storage, size)(pass);
     }
   }
 }

@@ -25,13 +25,12 @@ constexpr int QUANT_GROUP = 32;
 enum Storage : int32_t { STORAGE_F32 = 0, STORAGE_BF16 = 1, STORAGE_F16 = 2, STORAGE_Q8_0 = 3, STORAGE_Q4_0 = 4, STORAGE_Q4_1 = 5 };
 
 // Each policy: STEP k's per panel group, CHUNK k's per load of words; NV registers of sixteen columns are made from
-// `column` on. bytes(k) is the offset of row k inside a panel (k a multiple of STEP). Up to DIRECT_ROWS rows of
-// activations are multiplied with weights made in registers; for more, a block of the panel is first unpacked.
+// `column` on. bytes(k) is the offset of row k inside a panel (k a multiple of STEP). weight<J> and weight(…, j) are the
+// same: the first for unrolled loops, the second where that would be too much code.
 
 template <class T, F16 (*LOAD)(const T*)>
 struct Dense {
   static constexpr int STEP = 1, CHUNK = 1;
-  static constexpr int DIRECT_ROWS = sizeof(T) == 4 ? 64 : 4;
   struct Scale {};
   using Words = F16;
   static HR_INLINE size_t bytes(int k) { return static_cast<size_t>(k) * PANEL * sizeof(T); }
@@ -40,6 +39,7 @@ struct Dense {
     return LOAD(reinterpret_cast<const T*>(group) + column);
   }
   template <int> static HR_INLINE F16 weight(const Words& w, const Scale&) { return w; }
+  static HR_INLINE F16 weight(const Words& w, const Scale&, int) { return w; }
 };
 using Float32 = Dense<float, load>;
 using BFloat16 = Dense<uint16_t, load_bfloat>;
@@ -49,7 +49,6 @@ struct ScaleAndMinimum { F16 d, m; };
 
 struct Q8_0 {
   static constexpr int STEP = QUANT_GROUP, CHUNK = 4, HEADER = PANEL * 2, GROUP_BYTES = HEADER + 8 * PANEL * 4;
-  static constexpr int DIRECT_ROWS = 4;
   using Scale = ScaleAndMinimum;
   using Words = I16;
   static HR_INLINE size_t bytes(int k) { return static_cast<size_t>(k / QUANT_GROUP) * GROUP_BYTES; }
@@ -61,13 +60,13 @@ struct Q8_0 {
     return load_words(group + HEADER + (chunk * PANEL + column) * 4);
   }
   template <int J> static HR_INLINE F16 weight(const Words& w, const Scale& s) { return fma(byte<J>(w), s.d, s.m); }
+  static HR_INLINE F16 weight(const Words& w, const Scale& s, int j) { return fma(bits_from<8>(w, 8 * j), s.d, s.m); }
 };
 
 template <bool MINIMUM>
 struct Q4 {
   static constexpr int STEP = QUANT_GROUP, CHUNK = 8, HEADER = PANEL * (MINIMUM ? 4 : 2);
   static constexpr int GROUP_BYTES = HEADER + 4 * PANEL * 4;
-  static constexpr int DIRECT_ROWS = 4;
   using Scale = ScaleAndMinimum;
   using Words = I16;
   static HR_INLINE size_t bytes(int k) { return static_cast<size_t>(k / QUANT_GROUP) * GROUP_BYTES; }
@@ -83,6 +82,9 @@ struct Q4 {
   static constexpr int shift(int j) { return 8 * (j % 4) + 4 * (j / 4); }
   template <int J> static HR_INLINE F16 weight(const Words& w, const Scale& s) {
     return fma(nibble<shift(J)>(w), s.d, s.m);
+  }
+  static HR_INLINE F16 weight(const Words& w, const Scale& s, int j) {
+    return fma(bits_from<4>(w, shift(j)), s.d, s.m);
   }
 };
 using Q4_0 = Q4<false>;

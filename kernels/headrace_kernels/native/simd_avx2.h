@@ -52,6 +52,13 @@ template <int SHIFT, int BITS> HR_INLINE __m256 field(__m256i v) {
 template <int SHIFT> HR_INLINE F16 nibble(I16 x) { return {field<SHIFT, 4>(x.a), field<SHIFT, 4>(x.b)}; }
 template <int I> HR_INLINE F16 byte(I16 x) { return {field<8 * I, 8>(x.a), field<8 * I, 8>(x.b)}; }
 
+template <int BITS> HR_INLINE F16 bits_from(I16 x, int shift) {
+  const __m128i count = _mm_cvtsi32_si128(shift);
+  const __m256i mask = _mm256_set1_epi32((1 << BITS) - 1);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(x.a, count), mask)),
+          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(x.b, count), mask))};
+}
+
 HR_INLINE F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
   return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};

@@ -51,6 +51,12 @@ template <int I> HR_INLINE F16 byte(I16 a) {
   return {_mm512_cvtepi32_ps(_mm512_shuffle_epi8(a.v, _mm512_broadcast_i32x4(control)))};
 }
 
+// The BITS bits from `shift` on, unsigned, as a float.
+template <int BITS> HR_INLINE F16 bits_from(I16 a, int shift) {
+  __m512i v = _mm512_srl_epi32(a.v, _mm_cvtsi32_si128(shift));
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(v, _mm512_set1_epi32((1 << BITS) - 1)))};
+}
+
 HR_INLINE F16 where_less(F16 a, F16 b, F16 yes, F16 no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }

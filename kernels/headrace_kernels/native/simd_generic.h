@@ -61,6 +61,11 @@ template <int SHIFT> HR_INLINE F16 nibble(I16 x) {
 template <int I> HR_INLINE F16 byte(I16 x) {
   return lanes<F16>([&](int i) { return static_cast<float>((static_cast<uint32_t>(x.v[i]) >> (8 * I)) & 255u); });
 }
+template <int BITS> HR_INLINE F16 bits_from(I16 x, int shift) {
+  return lanes<F16>([&](int i) {
+    return static_cast<float>((static_cast<uint32_t>(x.v[i]) >> shift) & ((1u << BITS) - 1));
+  });
+}
 HR_INLINE F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
   return lanes<F16>([&](int i) { return x.v[i] < y.v[i] ? yes.v[i] : no.v[i]; });
 }
