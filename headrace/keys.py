@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
 
 POOLS = "hr:pools"
 GROUP = "workers"
 _POOL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JOB_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def this_month() -> str:
+    """The ledger's month, in UTC. A clock that is off moves its edge and nothing else."""
+    return time.strftime("%Y-%m", time.gmtime())
 
 
 def valid_pool(name: str) -> bool:
@@ -89,6 +95,10 @@ class Keys:
     def hooks(self) -> str:
         """Stream of ends that somebody is to be told of: `job`, `url`, `tenant`, `status`, `at`."""
         return self._key("hooks")
+
+    def usage(self, month: str) -> str:
+        """Hash of one month (`2026-11`, UTC): `<tenant>:<kind>` to a number. See `headrace.usage`."""
+        return self._key(f"usage:{month}")
 
     def idem(self, tenant: str, key: str) -> str:
         return self._key(f"idem:{tenant}:{key}")

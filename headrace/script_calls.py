@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.keys import Keys
+from headrace.keys import Keys, this_month
 from headrace.log import encode_fields, encode_live
 from headrace.messages import CLASSES
 from headrace.script_types import (
@@ -53,6 +53,7 @@ def fixed_keys(keys: Keys) -> list[str]:
         keys.deadlines,
         keys.ids,
         keys.hooks,
+        keys.usage(this_month()),
     ]
 
 
@@ -88,7 +89,7 @@ def read_claimed(items: Sequence[ClaimRow], reply: Sequence[Any]) -> list[Claime
 
 def emit_call(keys: Keys, items: Sequence[EmitItem], retention_ms: int) -> Call:
     call_keys = [keys.leases, keys.deadlines, keys.ids, keys.undecodable, *(keys.queue(c) for c in CLASSES)]
-    call_keys.append(keys.hooks)
+    call_keys += (keys.hooks, keys.usage(this_month()))
     args: list[Any] = [retention_ms]
     for item in items:
         job_id, final = item.job_id, item.final

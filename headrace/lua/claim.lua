@@ -6,7 +6,7 @@
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
   vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], hooks = KEYS[11],
-  dead = KEYS[12],
+  usage = KEYS[12], dead = KEYS[13],
 }
 local worker, lease_ms, max_attempts = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local retention_ms, nonce = tonumber(ARGV[4]), ARGV[5]
@@ -36,6 +36,7 @@ end
 
 local function run(j, s, entry, deadline)
   local attempt, epoch, e = number_or(s.attempt, 0) + 1, j.epoch + 1, estimate(entry[2], 1)
+  if j.seq > 0 then bill(k, e.tenant, {'recomputed', j.prompt_tokens + j.seq}) end
   redis.call('HSET', j.job, 'status', 'running', 'epoch', epoch, 'attempt', attempt, 'seq', j.seq, 'worker', worker,
     'class', j.class, 'entry', j.entry, 'tenant', e.tenant, 't_submit', j.submitted,
     't_start', s.t_start or now, 'nonce', nonce, 'fence', string.format('%d %s', epoch, j.member))
@@ -83,8 +84,8 @@ local function claim_safely(j, ttl_ms)
 end
 
 local out = {}
-for i = 0, (#KEYS - 12) / 3 - 1 do
-  local at, key = 8 + i * 4, 13 + i * 3
+for i = 0, (#KEYS - 13) / 3 - 1 do
+  local at, key = 8 + i * 4, 14 + i * 3
   local j = {job = KEYS[key], log = KEYS[key + 1], live = KEYS[key + 2]}
   j.class, j.entry, j.id = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   j.member = j.class .. '-' .. j.entry

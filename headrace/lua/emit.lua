@@ -4,10 +4,10 @@
 -- whatever the log holds), number of events, for each event {seq, number of values, live JSON, values…}, and if last
 -- {status, usage, result, error, 1 to keep the raw entry}.
 -- Returns for each item a letter: o(k) c(ancel) s(tale) g(ap) l(ost) e(rror).
-local k = {leases = KEYS[1], deadlines = KEYS[2], ids = KEYS[3], undecodable = KEYS[4]}
+local k = {leases = KEYS[1], deadlines = KEYS[2], ids = KEYS[3], undecodable = KEYS[4], usage = KEYS[9]}
 k.queue, k.hooks = {high = KEYS[5], normal = KEYS[6], low = KEYS[7]}, KEYS[8] -- no library: this script is the hot one
 local retention_ms, GROUP, UNDECODABLE_LENGTH = tonumber(ARGV[1]), 'workers', 10000
-local HOOKS_LENGTH, HOOKS_TTL_MS = 100000, 604800000
+local HOOKS_LENGTH, HOOKS_TTL_MS, USAGE_FIELDS, USAGE_TTL_S = 100000, 604800000, 500000, 34560000
 local at, now = 2, nil
 
 local function now_ms()
@@ -52,6 +52,23 @@ local function note_hook(j, status)
   redis.pcall('PEXPIRE', k.hooks, HOOKS_TTL_MS)
 end
 
+-- The tenant's month, in the change of state that ends the job: every token is counted once.
+local function bill(j, status, usage)
+  local tenant = redis.call('HGET', j.job, 'tenant') or 'default'
+  local function add(kind, number)
+    return redis.pcall('HINCRBY', k.usage, tenant .. ':' .. kind, number or 0)
+  end
+  local length = redis.pcall('HLEN', k.usage)
+  if type(length) ~= 'number' then return end
+  if length > USAGE_FIELDS then tenant = '_other' end
+  if add('jobs', 1) == 1 then redis.call('EXPIRE', k.usage, USAGE_TTL_S) end
+  local output = tonumber(usage:match('"completion_tokens":(%d+)') or 0)
+  add('prompt', usage:match('"prompt_tokens":(%d+)'))
+  add('cached', usage:match('"cached_tokens":(%d+)'))
+  add('output', output)
+  if status ~= 'done' and output > 0 then add(status, output) end
+end
+
 local function close(j, fence, seq)
   local member = fence:match(' (.+)$')
   local class, entry = member:match('^(%l+)%-(.+)$')
@@ -65,6 +82,7 @@ local function close(j, fence, seq)
   redis.call('PEXPIREAT', j.job, now_ms() + retention_ms)
   redis.call('PEXPIREAT', j.log, now_ms() + retention_ms)
   note_hook(j, status)
+  bill(j, status, usage)
   if raw == '1' then keep_raw(k.queue[class], entry) end
   redis.pcall('XACK', k.queue[class], GROUP, entry)
   redis.pcall('XDEL', k.queue[class], entry)
@@ -156,7 +174,7 @@ local function emit(j)
 end
 
 local out, j = {}, {}
-for i = 9, #KEYS, 3 do
+for i = 10, #KEYS, 3 do
   j.job, j.log, j.live = KEYS[i], KEYS[i + 1], KEYS[i + 2]
   out[#out + 1] = emit(j)
 end

@@ -58,6 +58,7 @@ def test_every_key() -> None:
         keys.undecodable,
         keys.workers,
         keys.hooks,
+        keys.usage("<YYYY-MM>"),
     ]
     named += [keys.queue("<class>"), keys.ready("<class>"), keys.job("<id>"), keys.log("<id>")]
     named += [keys.live("<id>"), keys.worker("<worker>"), keys.idem("<tenant>", "<key>")]

@@ -83,6 +83,25 @@ local function note_hook(k, j, status, now)
   redis.pcall('PEXPIRE', k.hooks, HOOKS_TTL_MS)
 end
 
+local USAGE_FIELDS, USAGE_TTL_S = 500000, 34560000
+
+-- Adds {kind, number, …} to the tenant's month. A damaged ledger keeps no job from its end.
+local function bill(k, tenant, counts)
+  local length = redis.pcall('HLEN', k.usage)
+  if is_error(length) then return end
+  if length > USAGE_FIELDS then tenant = '_other' end
+  for i = 1, #counts, 2 do
+    local sum = redis.pcall('HINCRBY', k.usage, tenant .. ':' .. counts[i], counts[i + 1])
+    if counts[i] == 'jobs' and sum == 1 then redis.call('EXPIRE', k.usage, USAGE_TTL_S) end
+  end
+end
+
+local function bill_end(k, j, status, usage)
+  local output = usage:match('"completion_tokens":(%d+)')
+  bill(k, redis.call('HGET', j.job, 'tenant') or 'default', {'jobs', 1, 'prompt', j.prompt_tokens, 'output', output,
+    'cached', usage:match('"cached_tokens":(%d+)'), status, output})
+end
+
 -- Raises the epoch, so that whoever held the job is fenced.
 local function end_job(k, j, status, code, now, retention_ms)
   local usage, result = partial(j)
@@ -105,6 +124,7 @@ local function end_job(k, j, status, code, now, retention_ms)
   redis.call('PEXPIREAT', j.log, now + retention_ms)
   redis.call('PEXPIREAT', j.job, now + retention_ms)
   note_hook(k, j, status, now)
+  bill_end(k, j, status, usage)
   remove_entry(k, j)
   redis.pcall('PUBLISH', j.live, json .. '}')
 end
