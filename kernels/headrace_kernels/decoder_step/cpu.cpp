@@ -1,6 +1,7 @@
 // One step of a decoder in one call: embeddings, layers, logits of the wanted rows.
 #include "decoder.h"
 
+#include "../matmul_int8/product.h"
 #include "../native/export.h"
 #include "../rms_norm/norm.h"
 
@@ -49,17 +50,19 @@ class Run {
   }
 
   void attend(const Layer& layer) {
-    linear(normed(layer.attention_norm), layer.qkv, {qkv_, qkv_width_, nullptr, 0});
+    norm_for(layer.qkv, layer.attention_norm);
+    linear(layer.qkv, input_, {qkv_, qkv_width_, nullptr, 0});
     rotary_kv_write(d_.shape, layer.rotary, qkv_, rows_, step_.positions, step_.slots, layer.keys, layer.values);
     paged_attention(d_.shape, layer.attention, step_.sequences, qkv_, qkv_width_, layer.keys, layer.values,
-                    RowSink::strips(input_, attention_width_, rows_));
-    add_product({input_, attention_width_, Strips(rows_)}, layer.output, layer.attention_post_norm);
+                    sink_for(layer.output, input_, rows_));
+    add_product(layer.output, input_, layer.attention_post_norm);
   }
 
   void feed_forward(const Layer& layer) {
-    const RowSink sink = RowSink::strips(gated_, d_.intermediate, rows_);
+    const RowSink sink = sink_for(layer.down, gated_, rows_);
     const Weight& w = layer.gate_up;
-    product(normed(layer.mlp_norm), w, 2, [&](const float* sums, int panel, int row, int rows) {
+    norm_for(w, layer.mlp_norm);
+    multiply(w, input_, rows_, 2, [&](const float* sums, int panel, int row, int rows) {
       const int column = panel / 2 * PANEL, width = std::min(PANEL, d_.intermediate - column);
       for (int r = 0; r < rows; r++)
         for (int i = 0; i < width; i += LANES) {
@@ -71,13 +74,13 @@ class Run {
           sink.put(row + r, column + i, mul(activate(d_.activation, gate), up), std::min(LANES, width - i));
         }
     });
-    add_product({gated_, d_.intermediate, Strips(rows_)}, layer.down, layer.mlp_post_norm);
+    add_product(layer.down, gated_, layer.mlp_post_norm);
   }
 
   // x += scale * product, or x += norm(product).
-  void add_product(const PackedRows& input, const Weight& w, const float* post_norm) {
-    if (!post_norm && d_.residual_scale == 1.0f) return linear(input, w, {x_, d_.hidden, x_, d_.hidden});
-    linear(input, w, {block_, d_.hidden, nullptr, 0});
+  void add_product(const Weight& w, const float* input, const float* post_norm) {
+    if (!post_norm && d_.residual_scale == 1.0f) return linear(w, input, {x_, d_.hidden, x_, d_.hidden});
+    linear(w, input, {block_, d_.hidden, nullptr, 0});
     parallel_rows(rows_, [&](int r) {
       const size_t at = static_cast<size_t>(r) * d_.hidden;
       if (post_norm) return add_norm_row(x_ + at, block_ + at, post_norm, d_.hidden, d_.epsilon);
@@ -85,24 +88,41 @@ class Run {
     });
   }
 
-  // norm(x) in strips for the next product.
-  PackedRows normed(const float* weight) {
-    const RowSink sink = RowSink::strips(input_, d_.hidden, rows_);
+  // Where the rows that `w` will multiply go: strips, or whole rows that are made into bytes first.
+  static RowSink sink_for(const Weight& w, float* buffer, int rows) {
+    return w.int8_activations ? RowSink::row_major(buffer, w.k) : RowSink::strips(buffer, w.k, rows);
+  }
+
+  template <class Finish>
+  static void multiply(const Weight& w, const float* input, int rows, int group, Finish&& finish) {
+    if (w.int8_activations) product(quantise_rows(input, w.k, rows, w.k), w, group, finish);
+    else product(PackedRows{input, w.k, Strips(rows)}, w, group, finish);
+  }
+
+  void linear(const Weight& w, const float* input, const RowMajorOutput& out) const { linear(w, input, rows_, out); }
+  static void linear(const Weight& w, const float* input, int rows, const RowMajorOutput& out) {
+    multiply(w, input, rows, 1, [&](const float* sums, int panel, int row, int count) {
+      finish_rows(out, w, sums, panel, row, count);
+    });
+  }
+
+  // norm(x), as the input of the product with w.
+  void norm_for(const Weight& w, const float* weight) {
+    const RowSink sink = sink_for(w, input_, rows_);
     parallel_rows(rows_, [&](int r) {
       rms_norm_row(x_ + static_cast<size_t>(r) * d_.hidden, weight, d_.hidden, d_.epsilon, r, sink);
     });
-    return {input_, d_.hidden, Strips(rows_)};
   }
 
   void logits() {
     const int count = step_.row_count;
     if (count == 0) return;
-    const RowSink sink = RowSink::strips(input_, d_.hidden, count);
+    const Weight& head = *d_.head;
+    const RowSink sink = sink_for(head, input_, count);
     parallel_rows(count, [&](int r) {
       rms_norm_row(x_ + step_.rows[r] * d_.hidden, d_.final_norm, d_.hidden, d_.epsilon, r, sink);
     });
-    const Weight& head = *d_.head;
-    linear({input_, d_.hidden, Strips(count)}, head, {step_.logits, head.n, nullptr, 0});
+    linear(head, input_, count, {step_.logits, head.n, nullptr, 0});
     if (d_.logit_scale == 1.0f && d_.logit_softcap == 0.0f) return;
     parallel(count, [&](int r) { scale_logits(step_.logits + static_cast<size_t>(r) * head.n, head.n); });
   }

@@ -34,6 +34,7 @@ class PackedWeight:
     storage: str
     panels: Tensor  # uint8, the layout of storage.h
     bias: Tensor | None  # fp32 [n]
+    int8_activations: bool  # see matmul_int8
     backend: Backend
     struct: structs.Weight  # points into panels and bias
 
@@ -58,7 +59,7 @@ def pack(
         raise ValueError(f"weights of {weight.dtype} cannot be packed, only float32, bfloat16, float16")
     if weight.ndim != 2:
         raise ValueError(f"a weight has two dimensions, not {weight.ndim}")
-    return _pack(weight.contiguous(), storage, weight.shape[1], bias, rows, on)
+    return _pack(weight.contiguous(), storage, weight.shape[1], bias, rows, False, on)
 
 
 def pack_blocks(
@@ -67,19 +68,29 @@ def pack_blocks(
     bias: Tensor | None = None,
     *,
     rows: Sequence[int] | None = None,
+    int8_activations: bool = False,
     on: Backend | None = None,
 ) -> PackedWeight:
-    """Packs GGUF blocks [n, bytes a row] uint8 of "q8_0", "q4_0" or "q4_1", without inflating them."""
+    """Packs GGUF blocks [n, bytes a row] uint8 of "q8_0", "q4_0" or "q4_1", without inflating them.
+
+    `int8_activations`: products take their activations in bytes too (matmul_int8).
+    """
     if storage not in _BLOCK_BYTES:
         raise ValueError(f"storage {storage!r} is none of {', '.join(_BLOCK_BYTES)}")
     if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] % _BLOCK_BYTES[storage]:
         raise ValueError(f"{storage} blocks are uint8 [n, multiple of {_BLOCK_BYTES[storage]}]")
     k = blocks.shape[1] // _BLOCK_BYTES[storage] * GROUP
-    return _pack(blocks.contiguous(), storage, k, bias, rows, on)
+    return _pack(blocks.contiguous(), storage, k, bias, rows, int8_activations, on)
 
 
 def _pack(
-    source: Tensor, storage: str, k: int, bias: Tensor | None, rows: Sequence[int] | None, on: Backend | None
+    source: Tensor,
+    storage: str,
+    k: int,
+    bias: Tensor | None,
+    rows: Sequence[int] | None,
+    int8: bool,
+    on: Backend | None,
 ) -> PackedWeight:
     chosen = on or backend()
     order = torch.arange(source.shape[0]) if rows is None else torch.tensor(rows, dtype=torch.int64)
@@ -96,8 +107,8 @@ def _pack(
     row_bytes = source.stride(0) * source.element_size()
     native.hr_pack(code, n, k, source.data_ptr(), row_bytes, order.data_ptr(), panels.data_ptr())
     kept = None if bias is None else bias.detach().to(torch.float32).contiguous()
-    struct = structs.Weight(code, n, k, panels.data_ptr(), 0 if kept is None else kept.data_ptr())
-    return PackedWeight(n, k, storage, panels, kept, chosen, struct)
+    struct = structs.Weight(code, n, k, int8, panels.data_ptr(), 0 if kept is None else kept.data_ptr())
+    return PackedWeight(n, k, storage, panels, kept, int8, chosen, struct)
 
 
 def _aligned(native: ctypes.CDLL, size: int) -> Tensor:

@@ -1,5 +1,6 @@
 // Products in fp32 arithmetic: activations into strips, sums into results.
 #include "../native/export.h"
+#include "../matmul_int8/product.h"
 #include "product.h"
 
 namespace hr {
@@ -43,5 +44,7 @@ using namespace hr;
 
 HR_EXPORT void hr_linear(const Weight* w, const float* x, int64_t ldx, int32_t rows, float* y, int64_t ldy,
                          const float* residual, int64_t ld_residual) {
-  linear(pack_rows(x, ldx, rows, w->k), *w, {y, ldy, residual, ld_residual});
+  const RowMajorOutput out{y, ldy, residual, ld_residual};
+  if (w->int8_activations) linear(quantise_rows(x, ldx, rows, w->k), *w, out);
+  else linear(pack_rows(x, ldx, rows, w->k), *w, out);
 }

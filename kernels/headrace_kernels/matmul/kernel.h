@@ -19,7 +19,7 @@ constexpr int UNROLLED_ROWS = 4;
 // How a strip's share of `rows` rows is cut: as even as can be, since a nearly empty strip costs as much as a full one.
 struct Strips {
   int rows, count;
-  explicit Strips(int rows) : rows(rows), count((rows + MAX_STRIP - 1) / MAX_STRIP) {}
+  explicit Strips(int rows, int longest = MAX_STRIP) : rows(rows), count((rows + longest - 1) / longest) {}
   int begin(int strip) const { return static_cast<int>(static_cast<int64_t>(rows) * strip / count); }
   int size(int strip) const { return begin(strip + 1) - begin(strip); }
   int of(int row) const {

@@ -10,9 +10,10 @@
 
 namespace hr {
 
-struct Weight {  // mirrored in native/library.py
+struct Weight {  // mirrored in native/structs.py
   int32_t storage;
   int32_t n, k;
+  int32_t int8_activations;  // 0: arithmetic in fp32; 1: activations in bytes (matmul_int8)
   const uint8_t* panels;
   const float* bias;  // [n] or null
 };
@@ -83,29 +84,35 @@ inline void multiply_tile(const PackedRows& rows, const Weight& w, int panel, in
   }
 }
 
-// finish(sums, panel, row, rows): sums[rows][32] of `group` consecutive panels, one after another. Each element is
-// handed over once, by whichever thread computed it.
-template <class Finish>
-void product(const PackedRows& rows, const Weight& w, int group, Finish&& finish) {
-  if (rows.strips.rows == 0) return;
+// A product is cut into tiles of some panels and up to ROWS_PER_TILE rows, whoever is free taking the next.
+// multiply(panel, first strip, last strip, sums); finish(sums, panel, row, rows): sums[rows][32] of `group` consecutive
+// panels, one after another. Each element is handed over once, by the thread that computed it.
+template <class Multiply, class Finish>
+void product_tiles(const Strips& strips, int strips_per_tile, const Weight& w, int group, Multiply&& multiply, Finish&& finish) {
+  if (strips.rows == 0) return;
   const int groups = panel_count(w.n) / group;
-  const int strips_per_tile = ROWS_PER_TILE / MAX_STRIP;
-  const int row_tiles = (rows.strips.count + strips_per_tile - 1) / strips_per_tile;
-  const int64_t operations = static_cast<int64_t>(w.k) * PANEL * group * (std::min(rows.strips.rows, ROWS_PER_TILE) + 3);
+  const int row_tiles = (strips.count + strips_per_tile - 1) / strips_per_tile;
+  const int64_t operations = static_cast<int64_t>(w.k) * PANEL * group * (std::min(strips.rows, ROWS_PER_TILE) + 3);
   const int grain = static_cast<int>(std::clamp<int64_t>(TILE_OPERATIONS / operations, 1, std::max(1, groups / 8)));
   const int tiles = (groups + grain - 1) / grain;
   parallel(tiles * row_tiles, [&](int index) {
     const int first = (index % row_tiles) * strips_per_tile;
-    const int last = std::min(first + strips_per_tile, rows.strips.count);
-    const int row = rows.strips.begin(first), count = rows.strips.begin(last) - row;
-    float* sums = scratch<float>(SLOT_TILE, static_cast<size_t>(group) * ROWS_PER_TILE * PANEL);
+    const int last = std::min(first + strips_per_tile, strips.count);
+    const int row = strips.begin(first), count = strips.begin(last) - row;
+    float* sums = scratch<float>(SLOT_TILE, static_cast<size_t>(group) * (ROWS_PER_TILE + MAX_STRIP) * PANEL);
     const int g0 = (index / row_tiles) * grain;
     for (int g = g0; g < std::min(g0 + grain, groups); g++) {
       for (int i = 0; i < group; i++)
-        multiply_tile(rows, w, g * group + i, first, last, sums + static_cast<size_t>(i) * count * PANEL);
+        multiply(g * group + i, first, last, sums + static_cast<size_t>(i) * count * PANEL);
       finish(sums, g * group, row, count);
     }
   });
+}
+
+template <class Finish>
+void product(const PackedRows& rows, const Weight& w, int group, Finish&& finish) {
+  auto multiply = [&](int panel, int first, int last, float* sums) { multiply_tile(rows, w, panel, first, last, sums); };
+  product_tiles(rows.strips, ROWS_PER_TILE / MAX_STRIP, w, group, multiply, finish);
 }
 
 // y = sums (+ bias) (+ residual), cut at column n.

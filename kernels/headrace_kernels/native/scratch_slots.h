@@ -6,6 +6,7 @@ namespace hr {
 
 enum ScratchSlot {
   SLOT_PACKED_ROWS,  // of the calling thread: activations in strips
+  SLOT_QUANTISED_ROWS,  // the same in bytes
   SLOT_TILE,         // a product's sums, before the epilogue
   SLOT_UNPACKED,     // one block of a quantised panel
   SLOT_ATTENTION,

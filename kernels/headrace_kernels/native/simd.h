@@ -40,6 +40,8 @@ HR_INLINE void repeat(F&& f) {
 
 namespace hr {
 
+HR_INLINE F16 negate(F16 x) { return sub(set1(-0.0f), x); }
+
 // The first n lanes (the rest are zero), and the way back.
 HR_INLINE F16 load_first(const float* p, int n) {
   float lanes[LANES] = {};

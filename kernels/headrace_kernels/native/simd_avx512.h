@@ -32,6 +32,7 @@ HR_INLINE F16 load_bfloat(const uint16_t* p) {
 }
 
 HR_INLINE I16 load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
+HR_INLINE void store_words(void* p, I16 a) { _mm512_storeu_si512(p, a.v); }
 HR_INLINE F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 HR_INLINE I16 to_int(F16 a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
 HR_INLINE I16 add(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }

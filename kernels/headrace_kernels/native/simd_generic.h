@@ -41,6 +41,7 @@ HR_INLINE I16 load_words(const void* p) {
   std::memcpy(out.v, p, sizeof out.v);
   return out;
 }
+HR_INLINE void store_words(void* p, I16 x) { std::memcpy(p, x.v, sizeof x.v); }
 HR_INLINE F16 to_float(I16 x) { return lanes<F16>([&](int i) { return static_cast<float>(x.v[i]); }); }
 HR_INLINE I16 to_int(F16 x) {
   return lanes<I16>([&](int i) { return static_cast<int32_t>(__builtin_rintf(x.v[i])); });

@@ -12,6 +12,7 @@ class Weight(Structure):
         ("storage", c_int32),
         ("n", c_int32),
         ("k", c_int32),
+        ("int8_activations", c_int32),
         ("panels", c_void_p),
         ("bias", c_void_p),
     )

@@ -32,8 +32,6 @@ HR_INLINE F16 exp(F16 x) {
   return where_less(x, set1(LOWEST_EXP), zero(), y);
 }
 
-HR_INLINE F16 negate(F16 x) { return sub(set1(-0.0f), x); }
-
 // 1 / (1 + exp(-x)), 0 and 1 far out.
 HR_INLINE F16 sigmoid(F16 x) { return div(set1(1.0f), add(set1(1.0f), exp(negate(x)))); }
 

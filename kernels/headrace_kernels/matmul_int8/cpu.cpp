@@ -1,0 +1,52 @@
+#include "../native/export.h"
+#include "kernel.h"
+#include "product.h"
+
+namespace hr {
+namespace {
+
+// So many groups of a panel, about 13 KiB of Q8_0, stay in the first-level cache while all strips use them.
+constexpr int GROUPS_PER_BLOCK = 12;
+
+template <class B, int... I>
+MultiplyInt8 choose(int rows, std::integer_sequence<int, I...>) {
+  static constexpr MultiplyInt8 table[] = {multiply_int8<B, I + 1>...};
+  return table[rows - 1];
+}
+
+MultiplyInt8 multiply_int8_for(int storage, int rows) {
+  const auto heights = std::make_integer_sequence<int, INT8_STRIP>{};
+  switch (storage) {
+    case STORAGE_Q4_0: return choose<Bytes4<false>>(rows, heights);
+    case STORAGE_Q4_1: return choose<Bytes4<true>>(rows, heights);
+    default: return choose<Bytes8>(rows, heights);
+  }
+}
+
+}  // namespace
+
+QuantisedRows quantise_rows(const float* x, int64_t ldx, int rows, int k) {
+  QuantisedRows out{nullptr, k, Strips(rows, INT8_STRIP)};
+  uint8_t* data = scratch<uint8_t>(SLOT_QUANTISED_ROWS, QuantisedRows::bytes(rows, k));
+  out.data = data;
+  parallel_rows(rows, [&](int r) {
+    const int s = out.strips.of(r), size = out.strips.size(s), row = r - out.strips.begin(s);
+    const float* from = x + r * ldx;
+    for (int g = 0; g < k / QUANT_GROUP; g++, from += QUANT_GROUP)
+      quantise_group(load(from), load(from + LANES), data + (out.strip(s, g) - out.data), row, size);
+  });
+  return out;
+}
+
+void multiply_tile_int8(const QuantisedRows& rows, const Weight& w, int panel, int first_strip, int last_strip, float* sums) {
+  const size_t group_bytes = panel_bytes(w.storage, QUANT_GROUP);
+  const int groups = w.k / QUANT_GROUP, step = last_strip - first_strip > 1 ? GROUPS_PER_BLOCK : groups;
+  const uint8_t* data = w.panels + static_cast<size_t>(panel) * groups * group_bytes;
+  const int row0 = rows.strips.begin(first_strip);
+  for (int g = 0; g < groups; g += step)
+    for (int s = first_strip; s < last_strip; s++)
+      multiply_int8_for(w.storage, rows.strips.size(s))(rows.strip(s, g), data + g * group_bytes, std::min(step, groups - g),
+                                                        sums + (rows.strips.begin(s) - row0) * PANEL, g > 0);
+}
+
+}  // namespace hr

@@ -1,0 +1,52 @@
+// Activations in bytes: a scale for each row and group of 32, so that a row's result depends on that row alone.
+#ifndef HEADRACE_MATMUL_INT8_QUANTISE_H
+#define HEADRACE_MATMUL_INT8_QUANTISE_H
+
+#include "../matmul/kernel.h"
+
+namespace hr {
+
+// Of a strip of n rows, for each group of 32 k: words [8][n] of four k's, then scale[n], sum[n] (of the bytes) and
+// offset[n] = scale * sum.
+struct QuantisedRows {
+  const uint8_t* data;
+  int k;
+  Strips strips;
+
+  static constexpr size_t GROUP_BYTES = QUANT_GROUP + 3 * 4;  // of one row
+  static size_t bytes(int rows, int k) { return static_cast<size_t>(rows) * (k / QUANT_GROUP) * GROUP_BYTES; }
+  const uint8_t* strip(int s, int group) const {
+    return data + (static_cast<size_t>(strips.begin(s)) * (k / QUANT_GROUP) +
+                   static_cast<size_t>(group) * strips.size(s)) * GROUP_BYTES;
+  }
+};
+
+constexpr int INT8_STRIP = REGISTERS >= 32 ? 12 : 4;
+
+// A group's 32 numbers of one row: q = round(x * 127 / max|x|), ties to even. NaN and infinity make the scale NaN, and
+// with it the row.
+HR_INLINE void quantise_group(F16 low, F16 high, uint8_t* group, int row, int rows) {
+  const F16 magnitude = max(max(low, negate(low)), max(high, negate(high)));
+  const float top = highest(magnitude), poison = sum(add(sub(low, low), sub(high, high)));
+  const F16 inverse = set1(top > 0 && top < 3e38f ? 127.0f / top : 0.0f);
+  int32_t q[2 * LANES];
+  int64_t total = 0;  // wide, for what NaN is converted to
+  store_words(q, to_int(mul(low, inverse)));
+  store_words(q + LANES, to_int(mul(high, inverse)));
+  for (int i = 0; i < 2 * LANES; i++) total += q[i];
+  int32_t* words = reinterpret_cast<int32_t*>(group);
+  for (int c = 0; c < 8; c++) {
+    const uint32_t word = (q[4 * c] & 255u) | (q[4 * c + 1] & 255u) << 8 | (q[4 * c + 2] & 255u) << 16 |
+                          static_cast<uint32_t>(q[4 * c + 3]) << 24;
+    words[c * rows + row] = static_cast<int32_t>(word);
+  }
+  const float scale = top / 127.0f + poison;
+  float* scales = reinterpret_cast<float*>(words + 8 * rows);
+  scales[row] = scale;
+  words[9 * rows + row] = static_cast<int32_t>(total);
+  scales[2 * rows + row] = scale * static_cast<float>(total);
+}
+
+}  // namespace hr
+
+#endif
