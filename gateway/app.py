@@ -14,7 +14,7 @@ from litestar.middleware import DefineMiddleware
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
 
-from gateway import health, jobs
+from gateway import health, jobs, webhooks
 from gateway.auth import Keyring, require_key
 from gateway.core import Gateway
 from gateway.directory import Directory
@@ -46,6 +46,10 @@ def create_app(settings: GatewaySettings) -> Litestar:
             jobs.get_job,
             jobs.get_events,
             jobs.cancel_job,
+            webhooks.get_secret,
+            webhooks.list_deliveries,
+            webhooks.get_delivery,
+            webhooks.replay,
         ],
         guards=[require_key],
     )

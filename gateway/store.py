@@ -73,6 +73,10 @@ class Store:
         self._settings = settings
         self._scripts: dict[str, Scripts] = {}
 
+    @property
+    def redis(self) -> Redis:
+        return self._redis
+
     def scripts(self, pool: str) -> Scripts:
         if pool not in self._scripts:
             self._scripts[pool] = Scripts(self._redis, Keys(pool))

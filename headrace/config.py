@@ -179,7 +179,42 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
             raise ConfigError(f"HEADRACE_HOST={self.host} is reachable from other machines: {way_out}")
 
 
-SERVICES: tuple[type[CommonSettings], ...] = (WorkerSettings, GatewaySettings)
+class TasksSettings(CommonSettings, frozen=True, kw_only=True):
+    """Settings of `python -m gateway.tasks`."""
+
+    webhook_timeout_s: Annotated[
+        float, Meta(gt=0, le=60, description="Time an endpoint has to take a webhook and answer, s.")
+    ] = 10.0
+    webhook_attempts: Annotated[
+        int, Meta(ge=1, le=50, description="Attempts before a webhook is given up.")
+    ] = 10
+    webhook_backoff_s: Annotated[
+        float, Meta(gt=0, description="Wait before a webhook's second attempt; four times longer each time, s.")
+    ] = 5.0
+    webhook_host_limit: Annotated[
+        int, Meta(ge=1, description="Webhooks under way to one host at a time, in one process.")
+    ] = 4
+    webhook_networks: Annotated[
+        tuple[str, ...],
+        Meta(description="Private networks that webhooks may go to, separated by commas, like 10.1.0.0/16."),
+    ] = ()
+    webhook_retention_ms: Annotated[
+        int, Meta(ge=60_000, description="How long a webhook can be looked up and sent again, ms.")
+    ] = 86_400_000
+    batch_window: Annotated[
+        int, Meta(ge=1, le=1000, description="Jobs of one batch that wait or run at a time.")
+    ] = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for network in self.webhook_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as problem:
+                raise ConfigError(_bad("webhook_networks", network, f"a network: {problem}")) from None
+
+
+SERVICES: tuple[type[CommonSettings], ...] = (WorkerSettings, GatewaySettings, TasksSettings)
 S = TypeVar("S", bound=CommonSettings)
 
 

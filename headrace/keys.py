@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass
 
 POOLS = "hr:pools"
+WEBHOOK_SECRETS = "hr:webhook-secrets"
+WEBHOOK_QUEUE = "hr:arq:webhooks"
+TASK_QUEUE = "hr:arq:tasks"
 GROUP = "workers"
 _POOL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JOB_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -99,6 +102,19 @@ class Keys:
     def usage(self, month: str) -> str:
         """Hash of one month (`2026-11`, UTC): `<tenant>:<kind>` to a number. See `headrace.usage`."""
         return self._key(f"usage:{month}")
+
+    def delivery(self, delivery_id: str) -> str:
+        """Hash of one webhook: what is to be sent, where, and what came of it."""
+        return self._key(f"delivery:{delivery_id}")
+
+    def deliveries(self, tenant: str) -> str:
+        """Zset of a tenant's deliveries: score = when the job ended, ms."""
+        return self._key(f"deliveries:{tenant}")
+
+    @property
+    def due(self) -> str:
+        """Zset of deliveries not yet settled: score = when to try next, ms."""
+        return self._key("due")
 
     def idem(self, tenant: str, key: str) -> str:
         return self._key(f"idem:{tenant}:{key}")

@@ -1,0 +1,119 @@
+"""The tasks process: notes become deliveries, due work goes to arq, arq runs it; Redis alone remembers.
+
+Any number of these may run. One that dies loses nothing: what it had taken is due again when its lease ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import arq
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from gateway.directory import Directory
+from gateway.tasks.deliveries import Deliveries
+from gateway.tasks.outbound import Outbound
+from gateway.tasks.steady import SteadyWorker, arq_client
+from gateway.tasks.sweeps import sweeps
+from gateway.tasks.webhooks import Courier
+from headrace.config import TasksSettings, redact_url
+from headrace.connect import connect
+from headrace.keys import TASK_QUEUE, WEBHOOK_QUEUE
+
+DISPATCH_S = 0.25
+MAX_WEBHOOKS = 64
+MAX_TASKS = 16
+MAX_CONNECTIONS = 32
+TASK_S = 15.0
+ATTEMPT_MARGIN_S = 2.0
+LEASE_MARGIN_S = 5.0
+log = structlog.get_logger("headrace.tasks")
+
+
+class Tasks:
+    """One process's loops. `run` returns after `stop`, when what ran has ended or was handed back."""
+
+    def __init__(self, settings: TasksSettings, redis: Redis | None = None) -> None:
+        self._settings = settings
+        self._redis = redis or connect(settings.redis_url, max_connections=MAX_CONNECTIONS)
+        self._directory = Directory(self._redis, settings.pool)
+        self._outbound = Outbound(
+            settings.webhook_networks, timeout_s=settings.webhook_timeout_s, max_connections=MAX_WEBHOOKS
+        )
+        self._courier = Courier(self._redis, self._outbound, settings)
+        self._attempt_s = settings.webhook_timeout_s + ATTEMPT_MARGIN_S
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self) -> None:
+        workers = [self._webhook_worker(), self._task_worker()]
+        loops = [asyncio.create_task(self._forever(self._dispatch_webhooks))]
+        loops += [asyncio.create_task(worker.main()) for worker in workers]
+        stopped = asyncio.create_task(self._stopping.wait())
+        try:
+            done, _ = await asyncio.wait({*loops, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done - {stopped}:
+                ended.result()
+            await asyncio.gather(*(worker.drain(self._settings.drain_timeout_s) for worker in workers))
+        finally:
+            for task in (*loops, stopped):
+                task.cancel()
+            await asyncio.gather(*loops, stopped, return_exceptions=True)
+            await self._outbound.close()
+            await self._redis.aclose()
+
+    def _webhook_worker(self) -> SteadyWorker:
+        async def deliver(_: dict[str, Any], pool: str, delivery_id: str) -> None:
+            await self._courier.attempt(pool, delivery_id)
+
+        function = arq.func(deliver, name="deliver", timeout=self._attempt_s)  # type: ignore[arg-type]
+        return SteadyWorker(
+            self._redis, WEBHOOK_QUEUE, functions=[function], max_jobs=MAX_WEBHOOKS, job_timeout=1
+        )
+
+    def _task_worker(self) -> SteadyWorker:
+        """Apart from webhooks, so that endpoints that hang keep nothing else from running."""
+        cron_jobs = sweeps(self._redis, self._directory, self._settings)
+        return SteadyWorker(
+            self._redis, TASK_QUEUE, cron_jobs=cron_jobs, max_jobs=MAX_TASKS, job_timeout=TASK_S
+        )
+
+    async def _dispatch_webhooks(self) -> None:
+        client = arq_client(self._redis, WEBHOOK_QUEUE)
+        lease_ms = round((self._attempt_s + LEASE_MARGIN_S) * 1000)
+        for pool in await self._directory.pools():
+            deliveries = Deliveries(self._redis, pool, retention_ms=self._settings.webhook_retention_ms)
+            try:
+                await deliveries.take_notes()
+                for delivery_id in await deliveries.due(lease_ms):
+                    await client.enqueue_job("deliver", pool, delivery_id, _job_id=delivery_id)
+            except ResponseError as exc:  # of this pool's keys: another's are not concerned
+                log.warning("webhooks_not_dispatched", pool=pool, error=str(exc)[:80])
+
+    async def _forever(self, turn: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            with contextlib.suppress(RedisError, OSError):  # the workers tell that Redis is away
+                await turn()
+            await asyncio.sleep(DISPATCH_S)
+
+
+async def serve(settings: TasksSettings) -> None:
+    """Until SIGTERM or SIGINT."""
+    tasks = Tasks(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, tasks.stop)
+    log.info("tasks_running", redis=redact_url(settings.redis_url))
+    await tasks.run()
+
+
+def run(settings: TasksSettings) -> int:
+    asyncio.run(serve(settings))
+    return 0

@@ -1,0 +1,42 @@
+"""What is done now and then: ending jobs that can never run, dropping what was kept long enough."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import structlog
+from arq.cron import CronJob, cron
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from gateway.directory import Directory
+from headrace.config import TasksSettings
+from headrace.keys import Keys
+from headrace.scripts import Scripts
+
+REAP_SECONDS = {0, 10, 20, 30, 40, 50}
+ONCE_S = 600  # processes whose clocks differ by less run a sweep once
+log = structlog.get_logger("headrace.tasks")
+
+
+def sweeps(redis: Redis, directory: Directory, settings: TasksSettings) -> Sequence[CronJob]:
+    async def reap(_: dict[str, Any]) -> None:
+        await reap_pools(redis, directory, settings.retention_ms)
+
+    return [periodic("reap", reap, REAP_SECONDS)]
+
+
+def periodic(name: str, work: Callable[[dict[str, Any]], Awaitable[None]], seconds: set[int]) -> CronJob:
+    return cron(work, name=name, second=seconds, timeout=15, keep_result=ONCE_S)  # type: ignore[arg-type]
+
+
+async def reap_pools(redis: Redis, directory: Directory, retention_ms: int) -> int:
+    """How many jobs were ended. Gateways do the same, but there may be none."""
+    ended = 0
+    for pool in await directory.pools():
+        try:
+            ended += (await Scripts(redis, Keys(pool)).reap(retention_ms=retention_ms)).ended
+        except ResponseError as exc:
+            log.warning("pool_not_swept", pool=pool, error=str(exc)[:80])
+    return ended
