@@ -14,16 +14,18 @@ from litestar.middleware import DefineMiddleware
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
 
-from gateway import health, jobs, webhooks
+from gateway import health, jobs, ledger, webhooks
 from gateway.auth import Keyring, require_key
 from gateway.core import Gateway
 from gateway.directory import Directory
 from gateway.errors import handle
+from gateway.limits import Limits, TellLimits
 from gateway.metrics import CountRequests, Metrics
 from gateway.openai import chat, completions, models
 from gateway.pulse import Pulse
 from gateway.reaper import reap_forever
 from gateway.store import Store
+from gateway.tenants import Tenants
 from headrace.config import GatewaySettings
 from headrace.connect import connect
 from headrace.follow import Follower
@@ -46,6 +48,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
             jobs.get_job,
             jobs.get_events,
             jobs.cancel_job,
+            ledger.get_usage,
             webhooks.get_secret,
             webhooks.list_deliveries,
             webhooks.get_delivery,
@@ -58,13 +61,12 @@ def create_app(settings: GatewaySettings) -> Litestar:
         dependencies={"gateway": Provide(_gateway, sync_to_thread=False)},
         exception_handlers={Exception: handle},
         lifespan=[partial(_lifespan, settings, metrics)],
-        middleware=[DefineMiddleware(CountRequests, metrics=metrics)],
+        middleware=[DefineMiddleware(CountRequests, metrics=metrics), TellLimits],
         openapi_config=_openapi(),
         request_max_body_size=settings.max_body_bytes,
         logging_config=None,
     )
     app.state.metrics = metrics
-    app.state.keyring = Keyring(settings.api_keys, allow_anonymous=settings.allow_anonymous)
     return app
 
 
@@ -76,7 +78,15 @@ async def _lifespan(settings: GatewaySettings, metrics: Metrics, app: Litestar) 
     directory = Directory(redis, settings.pool)
     store = Store(redis, follower, directory, settings)
     pulse = Pulse(probe, lambda up: metrics.redis_up.set(int(up)))
-    app.state.gateway = gateway = Gateway(settings, store, directory, metrics, pulse)
+    app.state.tenants = tenants = Tenants(redis, pulse)
+    app.state.keyring = Keyring(
+        settings.api_keys,
+        allow_anonymous=settings.allow_anonymous,
+        require_key=settings.require_key,
+        tenants=tenants,
+    )
+    limits = Limits(tenants, directory)
+    app.state.gateway = gateway = Gateway(settings, store, directory, metrics, pulse, limits)
     await follower.start()
     loops = [asyncio.ensure_future(pulse.run()), asyncio.ensure_future(reap_forever(gateway))]
     try:

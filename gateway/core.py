@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from gateway.directory import Directory, Pool
 from gateway.disconnect import OnDisconnect
 from gateway.errors import describe
+from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.pulse import Pulse
 from gateway.store import JobRef, NewJob, Store
@@ -35,21 +36,24 @@ class Gateway:
         directory: Directory,
         metrics: Metrics,
         pulse: Pulse,
+        limits: Limits,
     ) -> None:
         self.settings = settings
         self.store = store
         self.directory = directory
         self.metrics = metrics
         self.pulse = pulse
+        self.limits = limits
         self.started_s = int(time.time())
         self._later: set[asyncio.Task[None]] = set()
 
     async def submit_all(self, jobs: Sequence[NewJob]) -> list[JobRef]:
-        """Submits one request's jobs, all or none. Raises HeadraceError, RedisError."""
+        """Submits one request's jobs, all or none. Raises HeadraceError, HttpError, RedisError."""
+        await self.limits.admit(jobs)
         refs: list[JobRef] = []
         try:
             for job in jobs:
-                refs.append(await self.submit(job))
+                refs.append(await self._submit(job))
         except Exception:
             self.abandon(refs)
             raise
@@ -59,6 +63,11 @@ class Gateway:
         return await self.pulse.guard(self.directory.route(model))
 
     async def submit(self, job: NewJob) -> JobRef:
+        """As `submit_all`."""
+        await self.limits.admit([job])
+        return await self._submit(job)
+
+    async def _submit(self, job: NewJob) -> JobRef:
         try:
             return await self.pulse.guard(self.store.submit(job))
         except (RedisError, OSError):

@@ -108,7 +108,7 @@ def handle(request: Request[Any, Any, Any], exc: Exception) -> Response[ErrorBod
         _report(request, exc, status)
     headers = dict(getattr(exc, "headers", None) or {})
     if status in (429, 503):
-        headers["Retry-After"] = RETRY_AFTER_S
+        headers.setdefault("Retry-After", RETRY_AFTER_S)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(body, status_code=status, headers=headers, media_type="application/json")

@@ -165,6 +165,10 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
         bool,
         Meta(description="Serve requests without a key. Needed to listen beyond this machine without keys."),
     ] = False
+    require_key: Annotated[
+        bool,
+        Meta(description="Serve nobody without a key, also while none has been made yet."),
+    ] = False
     heartbeat_s: Annotated[
         float, Meta(gt=0, description="A comment is sent into a stream that was silent for this long, s.")
     ] = 10.0
@@ -174,8 +178,12 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.api_keys or self.allow_anonymous or _is_loopback(self.host)):
-            way_out = "set HEADRACE_API_KEYS, or HEADRACE_ALLOW_ANONYMOUS=true to serve everybody"
+        guarded = self.api_keys or self.require_key
+        if not (guarded or self.allow_anonymous or _is_loopback(self.host)):
+            way_out = (
+                "set HEADRACE_REQUIRE_KEY=true (and make keys with `headrace keys create`) or "
+                "HEADRACE_API_KEYS, or HEADRACE_ALLOW_ANONYMOUS=true to serve everybody"
+            )
             raise ConfigError(f"HEADRACE_HOST={self.host} is reachable from other machines: {way_out}")
 
 
@@ -189,7 +197,7 @@ class TasksSettings(CommonSettings, frozen=True, kw_only=True):
         int, Meta(ge=1, le=50, description="Attempts before a webhook is given up.")
     ] = 10
     webhook_backoff_s: Annotated[
-        float, Meta(gt=0, description="Wait before a webhook's second attempt; four times longer each time, s.")
+        float, Meta(gt=0, description="Wait before a webhook's second attempt; four times as long each time, s.")
     ] = 5.0
     webhook_host_limit: Annotated[
         int, Meta(ge=1, description="Webhooks under way to one host at a time, in one process.")

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 POOLS = "hr:pools"
+API_KEYS = "hr:{tenants}:keys"  # zset of key ids, score = when made, ms
 WEBHOOK_SECRETS = "hr:webhook-secrets"
 WEBHOOK_QUEUE = "hr:arq:webhooks"
 TASK_QUEUE = "hr:arq:tasks"
@@ -26,6 +27,21 @@ def valid_pool(name: str) -> bool:
 
 def valid_job_id(job_id: str) -> bool:
     return _JOB_ID.fullmatch(job_id) is not None
+
+
+def api_key(key_id: str) -> str:
+    """Hash of one API key: its digest, its tenant, never the key itself."""
+    return f"hr:{{tenants}}:key:{key_id}"
+
+
+def tenant_policy(tenant: str) -> str:
+    """String: what a tenant may do, JSON."""
+    return f"hr:{{tenants}}:policy:{tenant}"
+
+
+def tenant_rate(tenant: str) -> str:
+    """Hash: the levels of a tenant's token buckets."""
+    return f"hr:{{tenants}}:rate:{tenant}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from litestar import get
+from litestar import Request, get
 from litestar.params import PathParameter
 
+from gateway.auth import bound_tenant
 from gateway.core import GatewayHere
 from gateway.directory import Pool
 from gateway.openai.schema import ModelCard, ModelList
@@ -14,10 +15,11 @@ from headrace.errors import HeadraceError
 
 
 @get("/models", tags=["OpenAI"], summary="Models that can be asked for")
-async def list_models(gateway: GatewayHere) -> ModelList:
+async def list_models(gateway: GatewayHere, request: Request[Any, Any, Any]) -> ModelList:
     pools = await gateway.pulse.guard(gateway.directory.pools())
     cards = {name: _card(gateway, pool, name) for pool in pools.values() for name in sorted(pool.models)}
-    return ModelList(data=list(cards.values()))
+    allowed = await gateway.limits.allowed(bound_tenant(request), cards)
+    return ModelList(data=[cards[name] for name in allowed])
 
 
 @get("/models/{name:path}", tags=["OpenAI"], summary="One model")

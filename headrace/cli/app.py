@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import jobs, status, verify
+from headrace.cli import jobs, keys, status, verify
 from headrace.cli.options import with_one_line_errors
 from headrace.models import resolve_model
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 jobs.register(app)
 status.register(app)
+keys.register(app)
 verify.register(app)
 
 

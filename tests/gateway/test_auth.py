@@ -67,15 +67,20 @@ async def test_a_tenant_sees_only_its_own_jobs(locked: httpx.AsyncClient) -> Non
     assert (await locked.get(f"/v1/jobs/{job_id}", headers=bearer("sk-open"))).json()["status"] == "queued"
 
 
-def test_keys_are_optional_where_everybody_is_welcome() -> None:
+async def test_keys_are_optional_where_everybody_is_welcome() -> None:
     ring = Keyring(("alice:a",), allow_anonymous=True)
-    assert ring.authenticate(None) is None
-    found = ring.authenticate("Bearer a")
+    assert await ring.authenticate(None) is None
+    found = await ring.authenticate("Bearer a")
     assert found is not None
     assert found.tenant == "alice"
     with pytest.raises(HttpError):
-        ring.authenticate("Bearer b")
+        await ring.authenticate("Bearer b")
 
 
-def test_a_server_without_keys_takes_any() -> None:
-    assert Keyring((), allow_anonymous=False).authenticate("Bearer whatever") is None
+async def test_a_server_without_keys_takes_any() -> None:
+    assert await Keyring((), allow_anonymous=False).authenticate("Bearer whatever") is None
+
+
+async def test_a_server_that_waits_for_its_first_key_takes_none() -> None:
+    with pytest.raises(HttpError):
+        await Keyring((), allow_anonymous=False, require_key=True).authenticate(None)

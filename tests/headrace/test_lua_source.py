@@ -12,14 +12,17 @@ import pytest
 from headrace.errors import ERRORS, HeadraceError
 from headrace.lua_source import load_script
 
-SCRIPTS = ("submit", "pick", "claim", "emit", "renew", "release", "cancel", "reap")
+SCRIPTS = (
+    "submit", "pick", "claim", "emit", "renew", "release", "cancel", "reap", "admit",
+    "key_create", "key_revoke",
+)  # fmt: skip
 CALL = re.compile(r"redis\.p?call\(\s*'([A-Z]+)'\s*(?:,\s*([^)]*))?", re.DOTALL)
 # k, j: tables whose fields are assigned from KEYS alone; the names are parameters given such fields.
 KEY = re.compile(r"(k|j)\.(\w+)(\[[\w.]+\])?|KEYS\[[^\]]+\]|queue|key|vtime_key")
 KEY_AT = {"XREADGROUP": "STREAMS", "XGROUP": 1, "XINFO": 1, "MEMORY": 1}
 KEY_FIELDS = {
     "queue", "ready", "vtime", "leases", "deadlines", "ids", "dead", "ctl", "workers", "undecodable",
-    "hooks", "usage", "job", "log", "live", "idem", "high", "normal", "low",
+    "hooks", "usage", "rate", "keys", "key", "job", "log", "live", "idem", "high", "normal", "low",
 }  # fmt: skip
 
 
