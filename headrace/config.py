@@ -197,7 +197,7 @@ class TasksSettings(CommonSettings, frozen=True, kw_only=True):
         int, Meta(ge=1, le=50, description="Attempts before a webhook is given up.")
     ] = 10
     webhook_backoff_s: Annotated[
-        float, Meta(gt=0, description="Wait before a webhook's second attempt; four times as long each time, s.")
+        float, Meta(gt=0, description="Wait before a second attempt, s; four times as long before each next.")
     ] = 5.0
     webhook_host_limit: Annotated[
         int, Meta(ge=1, description="Webhooks under way to one host at a time, in one process.")
