@@ -43,10 +43,18 @@ void multiply_tile_int8(const QuantisedRows& rows, const Weight& w, int panel, i
   const int groups = w.k / QUANT_GROUP, step = last_strip - first_strip > 1 ? GROUPS_PER_BLOCK : groups;
   const uint8_t* data = w.panels + static_cast<size_t>(panel) * groups * group_bytes;
   const int row0 = rows.strips.begin(first_strip);
-  for (int g = 0; g < groups; g += step)
-    for (int s = first_strip; s < last_strip; s++)
-      multiply_int8_for(w.storage, rows.strips.size(s))(rows.strip(s, g), data + g * group_bytes, std::min(step, groups - g),
-                                                        sums + (rows.strips.begin(s) - row0) * PANEL, g > 0);
+  for (int g = 0; g < groups; g += step) {
+    const uint8_t* block = data + g * group_bytes;
+    for (int s = first_strip; s < last_strip; s++) {
+      const int size = rows.strips.size(s);
+      // One pass over the block fetches the next one: the second, since the first waits for memory as it is.
+      const bool fetches = last_strip - first_strip == 1 ? size > 6 : s == first_strip + 1;
+      const size_t distance = last_strip - first_strip == 1 ? FETCH_DISTANCE : step * group_bytes;
+      multiply_int8_for(w.storage, size)(rows.strip(s, g), block, std::min(step, groups - g),
+                                         sums + (rows.strips.begin(s) - row0) * PANEL, g > 0,
+                                         fetches ? block + distance : nullptr);
+    }
+  }
 }
 
 }  // namespace hr

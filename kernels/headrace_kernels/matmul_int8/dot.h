@@ -10,22 +10,24 @@
 
 namespace hr {
 
-HR_INLINE I16 nibbles_low(I16 w);
-HR_INLINE I16 nibbles_high(I16 w);
+// Minus ZERO times the sum.
+template <int ZERO_BITS> HR_INLINE I16 correction(const int32_t* minus_sum) {
+  return ZERO_BITS < 0 ? set1_int(0) : shift_left<ZERO_BITS < 0 ? 0 : ZERO_BITS>(set1_int(*minus_sum));
+}
 
 #if defined(__AVX512VNNI__)
 
 HR_INLINE I16 nibbles_low(I16 w) { return {_mm512_and_si512(w.v, _mm512_set1_epi8(15))}; }
 HR_INLINE I16 nibbles_high(I16 w) { return {_mm512_and_si512(_mm512_srli_epi32(w.v, 4), _mm512_set1_epi8(15))}; }
 
-// `bits` of the weights: 8 or 4. `correction` is minus ZERO times the sum of the group's activations.
-template <int BITS> struct Dot {
+// BITS of the weights: 8 or 4. ZERO_BITS: log2 of ZERO, or -1 for 0. *minus_sum: of the group's activations.
+template <int BITS, int ZERO_BITS> struct Dot {
   __m512i v;
-  static HR_INLINE Dot start(int32_t correction) { return {_mm512_set1_epi32(correction)}; }
+  static HR_INLINE Dot start(const int32_t* minus_sum) { return {correction<ZERO_BITS>(minus_sum).v}; }
   HR_INLINE void add(I16 weights, int32_t activations) {
     v = _mm512_dpbusd_epi32(v, weights.v, _mm512_set1_epi32(activations));
   }
-  HR_INLINE I16 finish(int32_t) const { return {v}; }
+  HR_INLINE I16 finish(const int32_t*) const { return {v}; }
 };
 
 #elif defined(__AVX2__)
@@ -38,28 +40,28 @@ HR_INLINE I16 nibbles_high(I16 w) {
   return nibbles_low({_mm256_srli_epi32(w.a, 4), _mm256_srli_epi32(w.b, 4)});
 }
 
-template <int BITS> struct Dot;
+template <int BITS, int ZERO_BITS> struct Dot;
 
 // Pairs of products in 16 bits: a group adds 16 of at most 15 * 127 to each, which fits.
-template <> struct Dot<4> {
+template <int ZERO_BITS> struct Dot<4, ZERO_BITS> {
   __m256i a, b;
-  static HR_INLINE Dot start(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static HR_INLINE Dot start(const int32_t*) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   HR_INLINE void add(I16 weights, int32_t activations) {
     const __m256i x = _mm256_set1_epi32(activations);
     a = _mm256_add_epi16(a, _mm256_maddubs_epi16(weights.a, x));
     b = _mm256_add_epi16(b, _mm256_maddubs_epi16(weights.b, x));
   }
-  HR_INLINE I16 finish(int32_t correction) const {
-    const __m256i ones = _mm256_set1_epi16(1), c = _mm256_set1_epi32(correction);
-    return {_mm256_add_epi32(_mm256_madd_epi16(a, ones), c), _mm256_add_epi32(_mm256_madd_epi16(b, ones), c)};
+  HR_INLINE I16 finish(const int32_t* minus_sum) const {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return hr::add({_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones)}, correction<ZERO_BITS>(minus_sum));
   }
 };
 
 // A pair of products of full bytes overflows 16 bits. Magnitudes of the weights, below or at 128, times activations that
 // took over the weights' signs do not.
-template <> struct Dot<8> {
+template <int ZERO_BITS> struct Dot<8, ZERO_BITS> {
   __m256i a, b;
-  static HR_INLINE Dot start(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static HR_INLINE Dot start(const int32_t*) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static HR_INLINE __m256i products(__m256i weights, __m256i x) {
     const __m256i w = _mm256_xor_si256(weights, _mm256_set1_epi8(-128));
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
@@ -70,7 +72,7 @@ template <> struct Dot<8> {
     a = _mm256_add_epi32(a, products(weights.a, x));
     b = _mm256_add_epi32(b, products(weights.b, x));
   }
-  HR_INLINE I16 finish(int32_t) const { return {a, b}; }  // signed weights need no correction
+  HR_INLINE I16 finish(const int32_t*) const { return {a, b}; }  // signed weights need no correction
 };
 
 #else
@@ -82,15 +84,15 @@ HR_INLINE I16 nibbles_high(I16 w) {
   return lanes<I16>([&](int i) { return (w.v[i] >> 4) & 0x0F0F0F0F; });
 }
 
-template <int BITS> struct Dot {
+template <int BITS, int ZERO_BITS> struct Dot {
   I16 v;
-  static HR_INLINE Dot start(int32_t correction) { return {set1_int(correction)}; }
+  static HR_INLINE Dot start(const int32_t* minus_sum) { return {correction<ZERO_BITS>(minus_sum)}; }
   HR_INLINE void add(I16 weights, int32_t activations) {
     for (int i = 0; i < LANES; i++)
       for (int b = 0; b < 4; b++)
         v.v[i] += ((weights.v[i] >> (8 * b)) & 255) * static_cast<int8_t>(activations >> (8 * b));
   }
-  HR_INLINE I16 finish(int32_t) const { return v; }
+  HR_INLINE I16 finish(const int32_t*) const { return v; }
 };
 
 #endif

@@ -7,18 +7,18 @@
 
 namespace hr {
 
-constexpr int int8_vectors_for(int rows) { return REGISTERS >= 32 && rows <= 6 ? 2 : 1; }
+constexpr int int8_vectors_for(int rows) { return REGISTERS >= 32 ? 2 : 1; }
 
 // Byte weights of one group: words(c) are the k's 4 c … 4 c + 3.
 struct Bytes8 {
   using Storage = Q8_0;
-  static constexpr int BITS = 8, ZERO = 128, WORDS = 8;
+  static constexpr int BITS = 8, ZERO_BITS = 7, WORDS = 8;
   static constexpr bool MINIMUM = false;
   template <class F> static HR_INLINE void each(I16 w, int c, F&& f) { f(w, c); }
 };
 template <bool MIN> struct Bytes4 {
   using Storage = Q4<MIN>;
-  static constexpr int BITS = 4, ZERO = MIN ? 0 : 8, WORDS = 4;
+  static constexpr int BITS = 4, ZERO_BITS = MIN ? -1 : 3, WORDS = 4;
   static constexpr bool MINIMUM = MIN;
   template <class F> static HR_INLINE void each(I16 w, int c, F&& f) {
     f(nibbles_low(w), 2 * c);
@@ -27,9 +27,9 @@ template <bool MIN> struct Bytes4 {
 };
 
 // sums[r][32] (+)= for each group, in order: (exact integer sum) * (weight scale * activation scale), and for Q4_1 the
-// minimum times the activations' sum.
+// minimum times the activations' sum. `ahead`: as many bytes of memory needed soon, or null.
 template <class B, int MR, int NV>
-HR_INLINE void multiply_int8_columns(const uint8_t* x, const uint8_t* panel, int column, int groups, float* sums, bool resume) {
+HR_INLINE void multiply_int8_columns(const uint8_t* x, const uint8_t* panel, int column, int groups, float* sums, bool resume, const uint8_t* ahead) {
   using S = typename B::Storage;
   F16 acc[MR][NV];
   repeat<MR>([&](auto r) HR_LAMBDA {
@@ -38,12 +38,17 @@ HR_INLINE void multiply_int8_columns(const uint8_t* x, const uint8_t* panel, int
   for (int g = 0; g < groups; g++, panel += S::GROUP_BYTES, x += MR * QuantisedRows::GROUP_BYTES) {
     const int32_t* words = reinterpret_cast<const int32_t*>(x);
     const float* scales = reinterpret_cast<const float*>(words + 8 * MR);
-    const int32_t* totals = words + 9 * MR;
+    const int32_t* minus_sums = words + 9 * MR;
     const float* offsets = reinterpret_cast<const float*>(words + 10 * MR);
-    Dot<B::BITS> dot[MR][NV];
+    using Sum = Dot<B::BITS, B::ZERO_BITS>;
+    Sum dot[MR][NV];
     repeat<MR>([&](auto r) HR_LAMBDA {
-      repeat<NV>([&](auto v) HR_LAMBDA { dot[r][v] = Dot<B::BITS>::start(-B::ZERO * totals[r]); });
+      repeat<NV>([&](auto v) HR_LAMBDA { dot[r][v] = Sum::start(minus_sums + r); });
     });
+    if (ahead) {
+      fetch(ahead, S::GROUP_BYTES);
+      ahead += S::GROUP_BYTES;
+    }
     for (int c = 0; c < B::WORDS; c++) {
       repeat<NV>([&](auto v) HR_LAMBDA {
         B::each(S::words(panel, c, column + v * LANES), c, [&](I16 w, int at) HR_LAMBDA {
@@ -55,7 +60,7 @@ HR_INLINE void multiply_int8_columns(const uint8_t* x, const uint8_t* panel, int
       const uint16_t* half = reinterpret_cast<const uint16_t*>(panel) + column + v * LANES;
       const F16 d = load_half(half);
       repeat<MR>([&](auto r) HR_LAMBDA {
-        const F16 total = to_float(dot[r][v].finish(-B::ZERO * totals[r]));
+        const F16 total = to_float(dot[r][v].finish(minus_sums + r));
         acc[r][v] = fma(total, mul(d, set1(scales[r])), acc[r][v]);
         if constexpr (B::MINIMUM) acc[r][v] = fma(load_half(half + PANEL), set1(offsets[r]), acc[r][v]);
       });
@@ -67,13 +72,13 @@ HR_INLINE void multiply_int8_columns(const uint8_t* x, const uint8_t* panel, int
 }
 
 template <class B, int MR>
-void multiply_int8(const uint8_t* x, const uint8_t* panel, int groups, float* sums, bool resume) {
+void multiply_int8(const uint8_t* x, const uint8_t* panel, int groups, float* sums, bool resume, const uint8_t* ahead) {
   constexpr int NV = int8_vectors_for(MR);
   for (int column = 0; column < PANEL; column += NV * LANES)
-    multiply_int8_columns<B, MR, NV>(x, panel, column, groups, sums, resume);
+    multiply_int8_columns<B, MR, NV>(x, panel, column, groups, sums, resume, column == 0 ? ahead : nullptr);
 }
 
-using MultiplyInt8 = void (*)(const uint8_t* x, const uint8_t* panel, int groups, float* sums, bool resume);
+using MultiplyInt8 = void (*)(const uint8_t* x, const uint8_t* panel, int groups, float* sums, bool resume, const uint8_t* ahead);
 
 }  // namespace hr
 

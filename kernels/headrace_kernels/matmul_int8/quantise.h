@@ -6,7 +6,7 @@
 
 namespace hr {
 
-// Of a strip of n rows, for each group of 32 k: words [8][n] of four k's, then scale[n], sum[n] (of the bytes) and
+// Of a strip of n rows, for each group of 32 k: words [8][n] of four k's, then scale[n], minus_sum[n] (of the bytes) and
 // offset[n] = scale * sum.
 struct QuantisedRows {
   const uint8_t* data;
@@ -21,7 +21,7 @@ struct QuantisedRows {
   }
 };
 
-constexpr int INT8_STRIP = REGISTERS >= 32 ? 12 : 4;
+constexpr int INT8_STRIP = REGISTERS >= 32 ? 8 : 4;
 
 // A group's 32 numbers of one row: q = round(x * 127 / max|x|), ties to even. NaN and infinity make the scale NaN, and
 // with it the row.
@@ -43,7 +43,7 @@ HR_INLINE void quantise_group(F16 low, F16 high, uint8_t* group, int row, int ro
   const float scale = top / 127.0f + poison;
   float* scales = reinterpret_cast<float*>(words + 8 * rows);
   scales[row] = scale;
-  words[9 * rows + row] = static_cast<int32_t>(total);
+  words[9 * rows + row] = static_cast<int32_t>(-total);
   scales[2 * rows + row] = scale * static_cast<float>(total);
 }
 
