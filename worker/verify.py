@@ -41,6 +41,10 @@ def verify(engine: Engine, result: Result, eos_ids: frozenset[int]) -> Verdict:
 def _request(result: Result, eos_ids: frozenset[int]) -> Request:
     if result.params is None or result.prompt_ids is None or result.seed is None:
         raise HeadraceError("invalid_request", "The result does not say how it was made.")
+    if (result.params.best_of or result.params.n) != result.params.n:
+        raise HeadraceError(
+            "invalid_request", "Of a best_of job the answers not given are unknown.", "best_of"
+        )
     longest = max((len(c.ids) for c in result.choices), default=0)
     return Request(
         request_id="verify",
@@ -108,7 +112,10 @@ def main() -> None:
             f"error: job {job_id} was made by fingerprint {result.fingerprint}, this worker is "
             f"{built.model.fingerprint}: the same bits are not promised between them"
         )
-    verdict = verify(built.engine, result, built.model.eos_ids)
+    try:
+        verdict = verify(built.engine, result, built.model.eos_ids)
+    except HeadraceError as refusal:
+        sys.exit(f"error: job {job_id}: {refusal}")
     if verdict.difference is not None:
         sys.exit(f"job {job_id} differs: {verdict.difference}")
     print(f"job {job_id}: {verdict.tokens} tokens and {verdict.logprobs} log-probabilities, the same bits")

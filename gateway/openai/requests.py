@@ -64,12 +64,10 @@ def _completion(prompt: Prompt, params: SamplingParams) -> tuple[Prompt, Samplin
     """The gateway itself puts the prompt before the text, so the job has no `echo`."""
     if params.echo and prompt.field != "prompt":
         raise HeadraceError("invalid_request", "echo with token ids is not supported; send text.", "echo")
-    if params.best_of not in (None, params.n):
-        raise HeadraceError("invalid_request", "best_of is not supported.", "best_of")
     max_tokens = params.max_tokens or COMPLETION_TOKENS
     prompt_logprobs = params.logprobs if params.echo else params.prompt_logprobs
     return prompt, msgspec.structs.replace(
-        params, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, echo=False, best_of=None
+        params, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, echo=False
     )
 
 

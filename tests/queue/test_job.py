@@ -10,6 +10,7 @@ from headrace.errors import HeadraceError
 from headrace.messages import Delta, End, Event, Finish, Job, SamplingParams
 from worker.engine.outputs import FailedOutput, FinishedOutput, TokenOutput
 from worker.engine.plan import ScoredToken
+from worker.queue.best_of import BestOfJob
 from worker.queue.job import ChoiceState, RunningJob
 from worker.queue.recovery import rebuild
 
@@ -51,11 +52,15 @@ class Codec:
 
 
 def make(
-    params: SamplingParams | None = None, last_seq: int = 0, choices: list[ChoiceState] | None = None, **more
+    params: SamplingParams | None = None,
+    last_seq: int = 0,
+    choices: list[ChoiceState] | None = None,
+    kind: type[RunningJob] = RunningJob,
+    **more,
 ) -> RunningJob:
     params = params or SamplingParams(n=1, logprobs=1)
     job = Job(id="j", pool="p", job_class="normal", entry_id="1-1", prompt="x", params=params)
-    return RunningJob(
+    return kind(
         job,
         epoch=1,
         last_seq=last_seq,
@@ -160,6 +165,24 @@ def test_failure_and_cancel_keep_what_was_said_and_nothing_follows():
         assert item.final.result.choices[0].ids == [0, 2]
         assert item.final.result.choices[0].text == "ac"
         assert running.take() is None
+
+
+def test_best_of_says_the_likeliest_at_the_end_and_nothing_before():
+    params = SamplingParams(n=1, best_of=2)
+    running = make(params, choices=[ChoiceState(i, Letters()) for i in range(2)], kind=BestOfJob)
+
+    def scored(token_id: int, choice: int, logprob: float, finish=None) -> TokenOutput:
+        return TokenOutput("j", choice, token_id, ScoredToken(token_id, logprob), finish, None, 0, None, 0)
+
+    for choice, logprob in ((0, -2.0), (1, -1.0)):
+        running.absorb(scored(choice, choice, logprob))
+        assert running.take() is None
+        running.absorb(scored(choice, choice, logprob, "length"))
+    item = running.take()
+    assert [type(e) for e in item.events] == [Delta, Finish, End]
+    assert (item.events[0].i, item.events[0].text, item.events[0].ids) == (0, "bb", [1, 1])
+    assert [e.seq for e in item.events] == [1, 2, 3]
+    assert item.final.usage.completion_tokens == 2
 
 
 STORY = [

@@ -26,6 +26,7 @@ from headrace.script_types import Claimed, ClaimItem, Entry, HeldJob
 from headrace.scripts import Scripts
 from headrace.submission import Limits, NewerVersion, job_id_of, parse_entry
 from worker.engine.request import Request
+from worker.queue.best_of import BestOfJob
 from worker.queue.job import RunningJob
 from worker.queue.recovery import rebuild
 from worker.text.codec import TextCodec
@@ -64,6 +65,10 @@ class Admitted:
 def seed_of(job_id: str) -> int:
     """The seed of a job that has none: the same on every worker, and after every restart."""
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def num_candidates(params: SamplingParams) -> int:
+    return params.best_of or params.n
 
 
 class Intake:
@@ -213,10 +218,11 @@ class Intake:
     ) -> RunningJob:
         state = rebuild(
             events,  # type: ignore[arg-type]
-            job.params.n,
+            num_candidates(job.params),
             lambda: TextStream(self._model.codec, prompt_ids, job.params),
         )
-        return RunningJob(
+        kind = RunningJob if num_candidates(job.params) == job.params.n else BestOfJob
+        return kind(
             job,
             epoch=claim.epoch,
             last_seq=claim.last_seq,
@@ -252,4 +258,8 @@ class Intake:
         wanted = params.max_tokens
         if wanted is None:  # nobody asked for more than the KV cache holds
             wanted = min(self._default_max_tokens, max(self._model.kv_tokens - num_prompt_tokens, 1))
-        return msgspec.structs.replace(params, max_tokens=min(wanted, room))
+        resolved = msgspec.structs.replace(params, max_tokens=min(wanted, room))
+        if num_candidates(params) == params.n:
+            return resolved
+        scored = params.logprobs if params.logprobs is not None else 0
+        return msgspec.structs.replace(resolved, n=params.best_of, best_of=None, logprobs=scored)
