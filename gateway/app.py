@@ -24,6 +24,7 @@ from gateway.metrics import CountRequests, Metrics
 from gateway.openai import chat, completions, models
 from gateway.pulse import Pulse
 from gateway.reaper import reap_forever
+from gateway.responses import routes as responses
 from gateway.store import Store
 from gateway.tenants import Tenants
 from headrace.config import GatewaySettings
@@ -49,6 +50,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
             jobs.get_events,
             jobs.cancel_job,
             ledger.get_usage,
+            *responses.ROUTES,
             webhooks.get_secret,
             webhooks.list_deliveries,
             webhooks.get_delivery,

@@ -172,6 +172,9 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     heartbeat_s: Annotated[
         float, Meta(gt=0, description="A comment is sent into a stream that was silent for this long, s.")
     ] = 10.0
+    response_retention_ms: Annotated[
+        int, Meta(ge=1, description="How long a stored response can be looked up and gone on with, ms.")
+    ] = 86_400_000
     stream_buffer_events: Annotated[
         int, Meta(ge=1, description="Events held for a slow reader before it goes on from the log.")
     ] = 256

@@ -119,6 +119,15 @@ class Keys:
         """Hash of one month (`2026-11`, UTC): `<tenant>:<kind>` to a number. See `headrace.usage`."""
         return self._key(f"usage:{month}")
 
+    def response(self, response_id: str) -> str:
+        """Hash of a stored response; its job has the same id."""
+        return self._key(f"response:{response_id}")
+
+    @property
+    def open_responses(self) -> str:
+        """Zset of stored responses whose answer is only the job's yet: score = when created, ms."""
+        return self._key("open-responses")
+
     def delivery(self, delivery_id: str) -> str:
         """Hash of one webhook: what is to be sent, where, and what came of it."""
         return self._key(f"delivery:{delivery_id}")

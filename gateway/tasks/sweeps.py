@@ -11,10 +11,13 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from gateway.directory import Directory
+from gateway.lua import redis_now_ms
+from gateway.responses.records import Records
 from headrace.config import TasksSettings
 from headrace.keys import Keys
 from headrace.scripts import Scripts
 
+SETTLE_SECONDS = {5, 35}
 REAP_SECONDS = {0, 10, 20, 30, 40, 50}
 ONCE_S = 600  # processes whose clocks differ by less run a sweep once
 log = structlog.get_logger("headrace.tasks")
@@ -24,11 +27,22 @@ def sweeps(redis: Redis, directory: Directory, settings: TasksSettings) -> Seque
     async def reap(_: dict[str, Any]) -> None:
         await reap_pools(redis, directory, settings.retention_ms)
 
-    return [periodic("reap", reap, REAP_SECONDS)]
+    async def settle(_: dict[str, Any]) -> None:
+        await settle_responses(redis, directory)
+
+    return [periodic("reap", reap, REAP_SECONDS), periodic("settle_responses", settle, SETTLE_SECONDS)]
 
 
 def periodic(name: str, work: Callable[[dict[str, Any]], Awaitable[None]], seconds: set[int]) -> CronJob:
     return cron(work, name=name, second=seconds, timeout=15, keep_result=ONCE_S)  # type: ignore[arg-type]
+
+
+async def settle_responses(redis: Redis, directory: Directory) -> int:
+    """How many stored responses got their answer from a job that has ended."""
+    settled, now_ms = 0, await redis_now_ms(redis)
+    for pool in await directory.pools():
+        settled += await Records(redis).settle_ended(pool, now_ms)
+    return settled
 
 
 async def reap_pools(redis: Redis, directory: Directory, retention_ms: int) -> int:
