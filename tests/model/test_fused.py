@@ -12,7 +12,7 @@ import transformers
 from headrace_kernels.dispatch import backend
 from worker.model.packed import PackedModel
 from worker.model.runner import ModelRunner
-from worker.model.stored import WeightSource, narrowed, stack
+from worker.model.stored import Forms, Matrix, WeightSource, in_form, narrowed, stack
 from worker.model.structure import NotFusable, find_structure
 
 pytestmark = pytest.mark.skipif(backend().name != "cpu", reason="no compiled kernels")
@@ -114,5 +114,66 @@ def test_demo_model_keeps_its_blocks(demo: Any, demo_model: Any) -> None:
 
 def test_without_a_file_there_are_no_blocks() -> None:
     model = plain_model("LlamaConfig")
-    matrix = WeightSource(model, None).matrix(model.model.layers[0].self_attn.q_proj, 4)
+    matrix = WeightSource(model, None, Forms()).matrix(model.model.layers[0].self_attn.q_proj, 4)
     assert matrix.storage == "dense"
+
+
+@pytest.mark.parametrize(
+    ("forms", "storage"),
+    [
+        (Forms("bf16"), "dense"),
+        (Forms("q8"), "q8_0"),
+        (Forms("q4"), "q4_0"),
+        (Forms(activations="int8"), "q8_0"),
+        (Forms("q4", "int8"), "q4_0"),
+    ],
+)
+def test_forms_asked_for(forms: Forms, storage: str) -> None:
+    weight = torch.randn(6, 64)
+    matrix = in_form(Matrix(weight, "dense"), forms)
+    assert matrix.storage == storage
+    assert matrix.int8_activations == (forms.activations == "int8")
+    assert float((matrix.inflated() - weight).norm() / weight.norm()) < 0.12
+    odd = in_form(Matrix(torch.randn(6, 20), "dense"), forms)
+    assert odd.storage == "dense"
+    assert not odd.int8_activations
+
+
+def test_unknown_forms_are_refused() -> None:
+    with pytest.raises(ValueError, match="weights 'q3'"):
+        Forms("q3")
+    with pytest.raises(ValueError, match="activations 'int4'"):
+        Forms(activations="int4")
+
+
+@pytest.mark.parametrize("forms", [Forms("q8"), Forms(activations="int8"), Forms("q4", "int8")])
+def test_lossy_forms_are_exact_in_a_crowd(kit: SimpleNamespace, forms: Forms) -> None:
+    """They give other numbers than fp32, but always the same ones."""
+    from pathlib import Path
+
+    from worker.model.loader import prepare
+
+    loaded = prepare(
+        plain_model("LlamaConfig"), name="t", folder=Path("x"), device=torch.device("cpu"), forms=forms
+    )
+    runner = ModelRunner(loaded, num_blocks=80, block_size=16)
+    prompts = kit.make_prompts(6, 101, 40)
+    alone = [kit.Driver(runner, seed=i).run([kit.Sequence(p)], 6)[0] for i, p in enumerate(prompts)]
+    crowd = kit.Driver(runner).run([kit.Sequence(p) for p in prompts], 6, chunk=lambda: 5)
+    assert [s.scored for s in crowd] == [s.scored for s in alone]
+
+
+def test_lossy_forms_need_the_kernels() -> None:
+    from pathlib import Path
+
+    from headrace.models import ModelError
+    from worker.model.loader import prepare
+
+    with pytest.raises(ModelError, match="needs the compiled kernels"):
+        prepare(
+            plain_model("StableLmConfig"),
+            name="t",
+            folder=Path("x"),
+            device=torch.device("cpu"),
+            forms=Forms("q8"),
+        )

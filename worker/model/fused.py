@@ -27,11 +27,13 @@ from worker.model.selftest import (
     disagreement,
     self_test_cache,
 )
-from worker.model.stored import WeightSource, stack
+from worker.model.stored import Forms, WeightSource, stack
 from worker.model.structure import DecoderParts, LayerParts, NotFusable, Rotation, find_structure, half_tables
 
 log = structlog.get_logger()
 TABLE_STEP = 1024  # positions by which the rotary tables grow
+EXACT = Forms()
+LOSSY_TOLERANCE = 0.3  # of the largest logit: tells a coarse model from a wrong one
 
 
 class FusedModel:
@@ -39,14 +41,14 @@ class FusedModel:
 
     way = "fused"
 
-    def __init__(self, packed: PackedModel, *, gguf: Path | None = None) -> None:
+    def __init__(self, packed: PackedModel, *, gguf: Path | None = None, forms: Forms = EXACT) -> None:
         self.model = packed.model
         self.layers = packed.layers
         _check_shapes(self.layers)
         embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         parts = find_structure(packed, embedding.weight.shape[0])
         self._rotations = _distinct_rotations(parts)
-        self.decoder = _compile(parts, self.layers[0], WeightSource(self.model, gguf), self._rotations)
+        self.decoder = _compile(parts, self.layers[0], WeightSource(self.model, gguf, forms), self._rotations)
         self._cache: KVCache | None = None
         self._positions = 0
         self._grow_tables(1)
@@ -177,7 +179,7 @@ def _padded(bias: Tensor | None, rows: list[int]) -> Tensor | None:
 
 
 def try_fused(
-    packed: PackedModel, reference: Reference, *, gguf: Path | None, threads: int
+    packed: PackedModel, reference: Reference, *, gguf: Path | None, threads: int, forms: Forms = EXACT
 ) -> FusedModel | None:
     """The compiled form, if the kernels run here and it gives transformers' logits and equal bits in a crowd.
 
@@ -186,14 +188,15 @@ def try_fused(
     if backend().name != "cpu":
         return None
     try:
-        fused = FusedModel(packed, gguf=gguf)
+        fused = FusedModel(packed, gguf=gguf, forms=forms)
     except NotFusable as problem:
         log.info("not_fused", reason=str(problem))
         return None
     kv = self_test_cache(fused, torch.float32, torch.device("cpu"))
     crowd = crowded_logits(fused, reference.prompts, kv)
     error = disagreement(crowd, reference)
-    if error <= TOLERANCE[torch.float32] and bits_agree(fused, reference.prompts, kv, crowd, threads):
+    tolerance = TOLERANCE[torch.float32] if forms.lossless else LOSSY_TOLERANCE
+    if error <= tolerance and bits_agree(fused, reference.prompts, kv, crowd, threads):
         fused.drop_weights()
         return fused
     log.warning("not_fused", reason="it differs from transformers", error=error)

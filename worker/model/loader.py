@@ -24,6 +24,7 @@ from worker.model.vocabulary import eos_token_ids, tokenizer_vocab_size
 if TYPE_CHECKING:
     from worker.model.packed import PackedModel
     from worker.model.selftest import Reference
+    from worker.model.stored import Forms
 
 log = structlog.get_logger()
 DEFAULT_CONTEXT = 4096  # for models that name no longest position
@@ -64,12 +65,17 @@ def load(
     threads: int | None = None,
     trust_remote_code: bool = False,
     cache_dir: str | Path | None = None,
+    weights: str = "auto",
+    activations: str = "fp32",
 ) -> LoadedModel:
     """Load a Hugging Face folder, a hub id, a GGUF file or a folder that holds one; None is the demo model.
 
-    A GGUF file is inflated once into `cache_dir`, if given. On the CPU arithmetic is fp32. Raises ModelError.
+    A GGUF file is inflated once into `cache_dir`, if given. On the CPU arithmetic is fp32, unless activations
+    are asked for in int8; `weights` (auto, fp32, bf16, q8, q4) is how the compiled kernels keep them. Raises
+    ModelError.
     """
     started_s = time.perf_counter()
+    forms = _forms(weights, activations)
     path = _find(model, cache_dir)
     name = _name_of(model, path)
     where = _device(device)
@@ -78,7 +84,7 @@ def load(
     with _one_line_errors(name), _uncollected():
         hf, folder = _load_plain(path, where, dtype, trust_remote_code, cache_dir)
         gguf = path if path.suffix == ".gguf" else None
-        loaded = prepare(hf, name=name, folder=folder, device=where, gguf=gguf)
+        loaded = prepare(hf, name=name, folder=folder, device=where, gguf=gguf, forms=forms)
     log.info(
         "model loaded",
         model=name,
@@ -98,18 +104,21 @@ def prepare(
     device: torch.device,
     gguf: Path | None = None,
     fused: bool = True,
+    forms: Forms | None = None,
 ) -> LoadedModel:
     """Make a transformers decoder (eager attention, unmodified) ready; its layers are replaced in place.
 
     `gguf`: the file its weights were inflated from, whose blocks the compiled kernels can take as they are.
-    `fused`: use them if they can compute this model.
+    `fused`: use them if they can compute this model. `forms`: how they keep weights and activations.
     Raises UnsupportedModel or ModelError where its packed results are not those of transformers.
     """
     from headrace_kernels.dispatch import backend
     from worker.model import selftest
     from worker.model.fused import FusedModel, try_fused
     from worker.model.packed import PackedModel
+    from worker.model.stored import Forms
 
+    forms = forms or Forms()
     config = hf.config.get_text_config()
     dtype = next(hf.parameters()).dtype
     vocab_size = hf.get_output_embeddings().weight.shape[0]
@@ -122,9 +131,12 @@ def prepare(
     forward: PackedModel | FusedModel | None = None
     if fused and device.type == "cpu" and dtype == torch.float32:
         with torch_threads(1):
-            forward = try_fused(PackedModel(hf, device), reference, gguf=gguf, threads=threads)
+            forward = try_fused(PackedModel(hf, device), reference, gguf=gguf, threads=threads, forms=forms)
     if forward is not None:
-        exact, kernels = True, (backend().numerics, "fused", "exact")
+        exact = True
+        kernels: tuple[str, ...] = (backend().numerics, "fused", forms.weights, forms.activations)
+    elif not forms.lossless:
+        raise ModelError(f"model {name}: {forms} needs the compiled kernels, which do not run it here")
     else:
         forward, exact, kernels = _prepare_packed(hf, name, device, reference, threads)
     return LoadedModel(
@@ -147,7 +159,7 @@ def prepare(
 
 def _prepare_packed(
     hf: Any, name: str, device: torch.device, reference: Reference, threads: int
-) -> tuple[PackedModel, bool, tuple[str, str, str]]:
+) -> tuple[PackedModel, bool, tuple[str, ...]]:
     """The model as transformers wrote it, over our products and attention; if it is exact; kernels."""
     from worker.model import selftest
     from worker.model.elementwise import align_activations
@@ -229,6 +241,15 @@ def _load_gguf(
 def _has_room(folder: Path, gguf_bytes: int) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     return shutil.disk_usage(folder).free > gguf_bytes * _INFLATED_PER_GGUF_BYTE
+
+
+def _forms(weights: str, activations: str) -> Forms:
+    from worker.model.stored import Forms
+
+    try:
+        return Forms(weights, activations)
+    except ValueError as problem:
+        raise ModelError(str(problem)) from problem
 
 
 def _find(model: str | Path | None, cache_dir: str | Path | None) -> Path:

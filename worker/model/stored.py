@@ -1,4 +1,4 @@
-"""In which form a matrix is kept for the compiled products: as its file has it, if that loses nothing.
+"""In which form a matrix is kept for the compiled products: as its file has it, unless asked otherwise.
 
 A GGUF file's blocks are taken as they are, where they are shown to inflate to the very weights of the model.
 Weights that came from a bf16 or fp16 checkpoint go back to two bytes, where that is exact.
@@ -7,7 +7,7 @@ Weights that came from a bf16 or fp16 checkpoint go back to two bytes, where tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,34 @@ import torch
 from torch import Tensor, nn
 
 from headrace_kernels import matmul
-from headrace_kernels.matmul.reference import dequantize
+from headrace_kernels.matmul.reference import (
+    GROUP,
+    dequantize,
+    quantize_q4_0,
+    quantize_q8_0,
+)
 from worker.model.gguf_index import read_index
 
 log = structlog.get_logger()
 SAMPLED_ROWS = 48  # compared before blocks are taken for a weight's
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """What is asked for. Everything but `auto` with `fp32` trades exactness of the weights or activations."""
+
+    weights: str = "auto"  # as the file has them; or fp32, bf16, q8, q4
+    activations: str = "fp32"  # or int8: in bytes, over weights in blocks
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("auto", "fp32", "bf16", "q8", "q4"):
+            raise ValueError(f"weights {self.weights!r}: give auto, fp32, bf16, q8 or q4")
+        if self.activations not in ("fp32", "int8"):
+            raise ValueError(f"activations {self.activations!r}: give fp32 or int8")
+
+    @property
+    def lossless(self) -> bool:
+        return self.weights in ("auto", "fp32") and self.activations == "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +53,7 @@ class Matrix:
 
     data: Tensor
     storage: str  # "dense", or "q8_0", "q4_0", "q4_1"
+    int8_activations: bool = False
 
     @property
     def rows(self) -> int:
@@ -41,7 +65,9 @@ class Matrix:
     def pack(self, bias: Tensor | None = None, rows: Sequence[int] | None = None) -> matmul.PackedWeight:
         if self.storage == "dense":
             return matmul.pack(self.data, bias, rows=rows)
-        return matmul.pack_blocks(self.data, self.storage, bias, rows=rows)
+        return matmul.pack_blocks(
+            self.data, self.storage, bias, rows=rows, int8_activations=self.int8_activations
+        )
 
 
 def stack(parts: Sequence[Matrix]) -> Matrix:
@@ -49,7 +75,7 @@ def stack(parts: Sequence[Matrix]) -> Matrix:
     if len(parts) == 1:
         return parts[0]
     if len({(p.storage, p.data.dtype) for p in parts}) == 1:
-        return Matrix(torch.cat([p.data for p in parts]), parts[0].storage)
+        return replace(parts[0], data=torch.cat([p.data for p in parts]))
     return Matrix(torch.cat([p.inflated() for p in parts]), "dense")
 
 
@@ -64,10 +90,29 @@ def narrowed(weight: Tensor) -> Matrix:
     return Matrix(weight, "dense")
 
 
+def in_form(matrix: Matrix, forms: Forms) -> Matrix:
+    """The matrix as asked for; blocks need whole groups, so odd widths stay as they are."""
+    grouped = matrix.storage != "dense" or matrix.data.shape[1] % GROUP == 0
+    if forms.weights == "fp32":
+        matrix = Matrix(matrix.inflated(), "dense")
+    elif forms.weights == "bf16":
+        matrix = Matrix(matrix.inflated().to(torch.bfloat16), "dense")
+    elif forms.weights == "q4" and grouped and matrix.storage not in ("q4_0", "q4_1"):
+        matrix = Matrix(quantize_q4_0(matrix.inflated()), "q4_0")
+    elif forms.weights == "q8" and grouped and matrix.storage != "q8_0":
+        matrix = Matrix(quantize_q8_0(matrix.inflated()), "q8_0")
+    if forms.activations == "int8" and grouped:
+        if matrix.storage == "dense":
+            matrix = Matrix(quantize_q8_0(matrix.inflated()), "q8_0")
+        matrix = replace(matrix, int8_activations=True)
+    return matrix
+
+
 class WeightSource:
     """Matrices of a model's modules. `gguf`: the file its weights were inflated from, if any."""
 
-    def __init__(self, model: nn.Module, gguf: Path | None) -> None:
+    def __init__(self, model: nn.Module, gguf: Path | None, forms: Forms) -> None:
+        self.forms = forms
         self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
         self._blocks: Mapping[str, Any] = {}
         if gguf is not None:
@@ -77,7 +122,8 @@ class WeightSource:
         """The weight of a linear layer or embedding; `heads`: its rows may be pairs of rotated dimensions."""
         weight: Tensor = module.weight.detach()  # type: ignore[operator]
         tensor = self._blocks.get(self._names.get(id(module.weight), ""))
-        return (_matching_blocks(tensor, weight, heads) if tensor is not None else None) or narrowed(weight)
+        kept = _matching_blocks(tensor, weight, heads) if tensor is not None else None
+        return in_form(kept or narrowed(weight), self.forms)
 
 
 def _read_blocks(model: Any, gguf: Path) -> dict[str, Any]:
