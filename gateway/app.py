@@ -14,7 +14,7 @@ from litestar.middleware import DefineMiddleware
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
 
-from gateway import health, jobs, ledger, webhooks
+from gateway import fork, health, joblist, jobs, ledger, webhooks
 from gateway.auth import Keyring, require_key
 from gateway.core import Gateway
 from gateway.directory import Directory
@@ -27,6 +27,7 @@ from gateway.reaper import reap_forever
 from gateway.responses import routes as responses
 from gateway.store import Store
 from gateway.tenants import Tenants
+from gateway.waiting import Waiting
 from headrace.config import GatewaySettings
 from headrace.connect import connect
 from headrace.follow import Follower
@@ -46,9 +47,11 @@ def create_app(settings: GatewaySettings) -> Litestar:
             models.list_models,
             models.get_model,
             jobs.create_job,
+            joblist.list_jobs,
             jobs.get_job,
             jobs.get_events,
             jobs.cancel_job,
+            fork.fork_job,
             ledger.get_usage,
             *responses.ROUTES,
             webhooks.get_secret,
@@ -88,7 +91,8 @@ async def _lifespan(settings: GatewaySettings, metrics: Metrics, app: Litestar) 
         tenants=tenants,
     )
     limits = Limits(tenants, directory)
-    app.state.gateway = gateway = Gateway(settings, store, directory, metrics, pulse, limits)
+    waiting = Waiting(redis, directory, tenants)
+    app.state.gateway = gateway = Gateway(settings, store, directory, metrics, pulse, limits, waiting)
     await follower.start()
     loops = [asyncio.ensure_future(pulse.run()), asyncio.ensure_future(reap_forever(gateway))]
     try:

@@ -18,7 +18,9 @@ from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.pulse import Pulse
 from gateway.store import JobRef, NewJob, Store
+from gateway.waiting import Waiting
 from headrace.config import GatewaySettings
+from headrace.messages import Event
 
 CANCEL_RETRY_S = 1.0
 CANCEL_ATTEMPTS = 60
@@ -37,6 +39,7 @@ class Gateway:
         metrics: Metrics,
         pulse: Pulse,
         limits: Limits,
+        waiting: Waiting,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -44,6 +47,7 @@ class Gateway:
         self.metrics = metrics
         self.pulse = pulse
         self.limits = limits
+        self.waiting = waiting
         self.started_s = int(time.time())
         self._later: set[asyncio.Task[None]] = set()
 
@@ -66,6 +70,11 @@ class Gateway:
         """As `submit_all`."""
         await self.limits.admit([job])
         return await self._submit(job)
+
+    async def submit_fork(self, job: NewJob, events: Sequence[Event], *, prompt_tokens: int) -> JobRef:
+        """As `submit`, for a job that has said `events` already."""
+        await self.limits.admit([job])
+        return await self.pulse.guard(self.store.fork(job, events, prompt_tokens=prompt_tokens))
 
     async def _submit(self, job: NewJob) -> JobRef:
         try:

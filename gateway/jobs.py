@@ -67,14 +67,17 @@ async def get_job(
         QueryParameter(name="wait", ge=0, le=MAX_WAIT_S, description="Wait so long for its end, s."),
     ] = 0.0,
 ) -> Response[JobState]:
-    found = await _found(gateway, request, job_id, pool)
+    found = await find_job(gateway, request, job_id, pool)
     if wait_s > 0 and found.fields["status"] not in ENDED:
         try:
             await unless_client_leaves(request.receive, _until_ended(gateway, found, wait_s))
         except ClientLeftError:
             return Response(job_state(found.ref, found.fields), status_code=CLIENT_CLOSED_REQUEST)
-        found = await _found(gateway, request, job_id, found.ref.pool)
-    return Response(job_state(found.ref, found.fields))
+        found = await find_job(gateway, request, job_id, found.ref.pool)
+    state = job_state(found.ref, found.fields)
+    if state.status == "queued":
+        await gateway.waiting.describe(found, state)
+    return Response(state)
 
 
 @delete(
@@ -84,10 +87,10 @@ async def cancel_job(
     job_id: JobId, request: Request[Any, Any, Any], gateway: GatewayHere, pool: PoolName = None
 ) -> Response[JobState]:
     """202 while the job still has to stop; 200 when it has ended, by this call or before it."""
-    found = await _found(gateway, request, job_id, pool)
+    found = await find_job(gateway, request, job_id, pool)
     if found.fields["status"] not in ENDED:
         await gateway.store.cancel(found.ref)
-        found = await _found(gateway, request, job_id, found.ref.pool)
+        found = await find_job(gateway, request, job_id, found.ref.pool)
     state = job_state(found.ref, found.fields)
     return Response(state, status_code=200 if state.status in ENDED else 202)
 
@@ -111,7 +114,7 @@ async def get_events(
     after_seq = (
         _seq(last_event_id, "Last-Event-ID") if last_event_id is not None else _seq(after or "0", "after")
     )
-    found = await _found(gateway, request, job_id, pool)
+    found = await find_job(gateway, request, job_id, pool)
     last_seq = int(found.fields.get("seq") or 0)
     if after_seq > last_seq:
         message = f"The job's last event is {last_seq}; {after_seq} is not known."
@@ -155,7 +158,7 @@ async def _until_ended(gateway: Gateway, found: Found, wait_s: float) -> None:
         return
 
 
-async def _found(gateway: Gateway, request: Request[Any, Any, Any], job_id: str, pool: str | None) -> Found:
+async def find_job(gateway: Gateway, request: Request[Any, Any, Any], job_id: str, pool: str | None) -> Found:
     """Another tenant's job is as unknown as one that never was."""
     if not valid_job_id(job_id) or (pool is not None and not valid_pool(pool)):
         raise HeadraceError("invalid_request", field="job_id" if pool is None else "pool")

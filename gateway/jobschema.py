@@ -64,7 +64,10 @@ class JobDTO(StrictDTO[JobRequest]):
 
 
 class JobState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A job's hash. Times are ms of Redis's clock; what is not known yet is left out."""
+    """A job's hash. Times are ms of Redis's clock; what is not known yet is left out.
+
+    While it waits: `position` (1: next), and estimates: the tokens ahead of it, and ms until it starts.
+    """
 
     id: str
     object: str = msgspec.field(default_factory=lambda: "job")  # a factory, so that it is always written
@@ -82,6 +85,7 @@ class JobState(msgspec.Struct, kw_only=True, omit_defaults=True):
     t_end: int | None = None
     deadline: int | None = None
     cancel: bool | None = None
+    position: int | None = None
     ahead_tokens: int | None = None
     eta_ms: int | None = None
     usage: Usage | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from headrace.config import GatewaySettings
 from headrace.errors import HeadraceError
 from headrace.follow import Follower
 from headrace.keys import Keys
+from headrace.log import read_log
 from headrace.lua_source import load_script
 from headrace.messages import CLASSES, Event, Result
 from headrace.scripts import Scripts
@@ -95,6 +96,22 @@ class Store:
         )
         return JobRef(job.ref.pool, submitted.job_id)
 
+    async def fork(self, job: NewJob, events: Sequence[Event], *, prompt_tokens: int) -> JobRef:
+        """Submits a job that has said `events` already. Raises HeadraceError `conflict` or `overloaded`."""
+        submitted = await self.scripts(job.ref.pool).fork(
+            job.job_class,
+            job.ref.id,
+            job.fields,
+            events,
+            prompt_tokens=prompt_tokens,
+            tenant=job.tenant,
+            max_entries=self._settings.max_queue_entries,
+        )
+        return JobRef(job.ref.pool, submitted.job_id)
+
+    async def log(self, ref: JobRef) -> list[Event]:
+        return await read_log(self._redis, Keys(ref.pool), ref.id)
+
     async def find(self, job_id: str, pool: str | None = None) -> Found | None:
         """The job of that id in any pool; None when there is none, or no longer."""
         pools = [pool] if pool else list(await self._directory.pools())
@@ -134,15 +151,18 @@ class Store:
         """A waiting job ends at once, a running one at its next step, an ended one is left as it is."""
         await self.scripts(ref.pool).cancel(ref.id, retention_ms=self._settings.retention_ms)
 
-    async def entry_field(self, found: Found, name: str) -> str | None:
-        """A field of the job's queue entry, which is there until the job has ended."""
+    async def entry(self, found: Found) -> dict[bytes, bytes]:
+        """The job's queue entry, which is there until the job has ended; empty when there is none."""
         job_class, entry_id = found.fields.get("class", ""), found.fields.get("entry", "")
-        if job_class not in CLASSES or not entry_id:
-            return None
+        if job_class not in CLASSES or not _ENTRY_ID.fullmatch(entry_id):
+            return {}
         for _, fields in await self._redis.xrange(Keys(found.ref.pool).queue(job_class), entry_id, entry_id):
-            value = fields.get(name.encode())
-            return value.decode(errors="replace") if value is not None else None
-        return None
+            return dict(fields)
+        return {}
+
+    async def entry_field(self, found: Found, name: str) -> str | None:
+        value = (await self.entry(found)).get(name.encode())
+        return value.decode(errors="replace") if value is not None else None
 
     async def reap(self, pool: str) -> int:
         """Ends what can never run; how many jobs that were."""

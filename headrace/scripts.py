@@ -1,8 +1,9 @@
 """Typed calls of the Lua scripts: each is one atomic change on the server, with every key declared.
 
 Calls are made by SHA and fall back on the whole text by themselves after a SCRIPT FLUSH. None is repeated
-here. After a lost reply `submit` (the caller chose the id), `claim` (same nonce), `emit`, `renew`, `cancel`
-and `reap` may be called again as they were; what a lost `pick` handed out comes back when its lease ends.
+here. After a lost reply `submit` and `fork` (the caller chose the id), `claim` (same nonce), `emit`, `renew`,
+`cancel` and `reap` may be called again as they were; what a lost `pick` handed out comes back when its lease
+ends.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, Res
 
 from headrace.errors import HeadraceError
 from headrace.keys import Keys, valid_job_id
+from headrace.log import encode_fields
 from headrace.lua_source import load_script
-from headrace.messages import CLASSES
+from headrace.messages import CLASSES, Event
 from headrace.script_calls import (
     Call,
     claim_call,
@@ -147,6 +149,35 @@ class Scripts:
             raise HeadraceError("conflict", field=found)
         if kind == "overloaded":
             raise HeadraceError("overloaded")
+        return Submitted(found, entry, kind == "existing")
+
+    async def fork(
+        self,
+        job_class: str,
+        job_id: str,
+        fields: Mapping[str, bytes | str | int | float],
+        events: Sequence[Event],
+        *,
+        prompt_tokens: int,
+        tenant: str = "default",
+        max_entries: int = 0,
+        job_ttl_ms: int = 7 * DAY_MS,
+    ) -> Submitted:
+        """As `submit`, for a job whose log begins with `events` (seq 1, 2, …), the first of which it said."""
+        flat: list[bytes | str | int | float] = ["id", job_id, "tenant", tenant]
+        for name, value in fields.items():
+            flat += [name, value]
+        said = [encode_fields(event) for event in events]
+        body = payload_hash([*flat, *(value for each in said for value in each)])
+        keys = self._keys
+        call_keys = [*(keys.queue(c) for c in CLASSES), keys.job(job_id), keys.log(job_id)]
+        args: list[Any] = [job_class, job_id, body, max_entries, job_ttl_ms, tenant]
+        args += [fields.get("ttl_ms") or 0, prompt_tokens, len(said)]
+        for each in said:
+            args += [len(each), *each]
+        kind, found, entry = _texts(await self._run("fork", (call_keys, [*args, *flat])), width=3)
+        if kind in ("conflict", "overloaded"):
+            raise HeadraceError(kind, field="id" if kind == "conflict" else None)
         return Submitted(found, entry, kind == "existing")
 
     async def pick(

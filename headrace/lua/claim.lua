@@ -36,7 +36,7 @@ end
 
 local function run(j, s, entry, deadline)
   local attempt, epoch, e = number_or(s.attempt, 0) + 1, j.epoch + 1, estimate(entry[2], 1)
-  if j.seq > 0 then bill(k, e.tenant, {'recomputed', j.prompt_tokens + j.seq}) end
+  if j.seq > 0 and s.t_start then bill(k, e.tenant, {'recomputed', j.prompt_tokens + j.seq}) end
   redis.call('HSET', j.job, 'status', 'running', 'epoch', epoch, 'attempt', attempt, 'seq', j.seq, 'worker', worker,
     'class', j.class, 'entry', j.entry, 'tenant', e.tenant, 't_submit', j.submitted,
     't_start', s.t_start or now, 'nonce', nonce, 'fence', string.format('%d %s', epoch, j.member))

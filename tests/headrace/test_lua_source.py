@@ -14,7 +14,7 @@ from headrace.lua_source import load_script
 
 SCRIPTS = (
     "submit", "pick", "claim", "emit", "renew", "release", "cancel", "reap", "admit",
-    "key_create", "key_revoke",
+    "key_create", "key_revoke", "fork",
 )  # fmt: skip
 CALL = re.compile(r"redis\.p?call\(\s*'([A-Z]+)'\s*(?:,\s*([^)]*))?", re.DOTALL)
 # k, j: tables whose fields are assigned from KEYS alone; the names are parameters given such fields.
