@@ -22,10 +22,10 @@ UP_FLAGS = $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port "$(PORT)") \
 	$(if $(DEVICE),--device "$(DEVICE)")
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check format bench exact clean install model
+.PHONY: help up test check format bench bench-peers bench-scale exact clean install model
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: $(VENV)/.installed ## start Redis, a worker and the gateway; serve until Ctrl-C
 	@exec $(BIN)/headrace up $(UP_FLAGS) $(ARGS)
@@ -50,8 +50,17 @@ format: $(VENV)/.installed-test ## format and fix what can be fixed
 bench: $(VENV)/.installed-bench model ## measure on this machine
 	$(BIN)/python -m benchmarks $(ARGS)
 
+bench-peers: $(VENV)/.installed-bench model ## measure beside other servers, which it installs under the cache
+	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+bench-scale: $(VENV)/.installed-bench model ## measure pools of up to 100 simulated workers on one Redis
+	$(BIN)/python -m benchmarks.scale $(ARGS)
+
 exact: $(VENV)/.installed model ## prove that answers do not depend on the crowd
 	$(BIN)/python -m benchmarks.exact $(ARGS)
+
+chaos: $(VENV)/.installed model ## kill and freeze everything under load; prove that nothing is lost
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean: ## remove the virtual environment and what tools left; keeps models and queues
 	rm -rf $(VENV) build dist results .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

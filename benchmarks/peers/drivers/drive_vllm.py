@@ -1,0 +1,66 @@
+"""vLLM's CPU build, in process: folder of fp32 weights, the channel's file descriptor."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from channel import Answer, Clock, Request, serve
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+MAX_MODEL_LEN = 1024
+MAX_SEQUENCES = 64
+
+
+def make_engine(model: str) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=model,
+            dtype="float32",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_SEQUENCES,
+            enable_prefix_caching=False,  # the same prompts come again
+            disable_log_stats=True,
+        )
+    )
+
+
+class Server:
+    def __init__(self, model: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._engine = self._loop.run_until_complete(self._start(model))
+        self._run_number = 0
+
+    def run(self, requests: Sequence[Request]) -> list[Answer]:
+        self._run_number += 1
+        return self._loop.run_until_complete(self._all(requests))
+
+    async def _start(self, model: str) -> AsyncLLM:
+        return make_engine(model)
+
+    async def _all(self, requests: Sequence[Request]) -> list[Answer]:
+        clock = Clock()
+        return list(await asyncio.gather(*(self._one(request, clock) for request in requests)))
+
+    async def _one(self, request: Request, clock: Clock) -> Answer:
+        await asyncio.sleep(max(0.0, request.arrive_s - clock.now_s()))
+        answer = Answer(request.id, clock.now_s())
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=request.output_tokens,
+            min_tokens=request.output_tokens,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": request.prompt_ids}
+        async for output in self._engine.generate(prompt, params, f"{self._run_number}-{request.id}"):
+            answer.take(len(output.outputs[0].token_ids), clock.now_s())
+        return answer
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[2]), Server(sys.argv[1]).run)

@@ -1,0 +1,50 @@
+"""A driver as a real process, which answers as the peers' do."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load import LoadError
+from benchmarks.peers.sessions import DRIVERS, driver
+from benchmarks.peers.work import PeerRequest
+
+COUNTING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from channel import Answer, Clock, serve
+
+def run(requests):
+    clock = Clock()
+    answers = [Answer(request.id, request.arrive_s) for request in requests]
+    for request, answer in zip(requests, answers):
+        clock.wait_until(request.arrive_s)
+        answer.take(request.output_tokens, clock.now_s())
+    return answers
+
+print("what a library prints does no harm")
+serve(int(sys.argv[2]), run)
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "drive.py"
+    path.write_text(text)
+    return str(path)
+
+
+async def test_requests_go_out_and_answers_come_back(tmp_path: Path) -> None:
+    start = driver("python3", script(tmp_path, COUNTING), [str(DRIVERS)], [], {})
+    async with start(tmp_path / "log") as session:
+        for _ in range(2):
+            first, second = await session.run([PeerRequest(1, [5], 3), PeerRequest(2, [5], 4, 0.1)])
+            assert (first.id, first.tokens, len(first.token_s)) == (1, 3, 3)
+            assert (second.id, second.tokens) == (2, 4)
+            assert second.token_s[0] >= 0.1
+
+
+async def test_a_driver_that_dies_is_told(tmp_path: Path) -> None:
+    start = driver("python3", script(tmp_path, "raise SystemExit('no model')"), ["x"], [], {})
+    with pytest.raises(LoadError, match="ended"):
+        async with start(tmp_path / "log"):
+            pass
+    assert "no model" in (tmp_path / "log").read_text()
