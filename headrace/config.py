@@ -126,8 +126,8 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
         int, Meta(ge=100, description="A worker silent for this long loses its jobs to others, ms.")
     ] = 5_000
     max_attempts: Annotated[
-        int, Meta(ge=1, description="Workers that may die over a job before it is given up as poison.")
-    ] = 3
+        int, Meta(ge=1, description="Workers that may die over a job that runs alone before it is given up.")
+    ] = 2
     default_max_tokens: Annotated[
         int, Meta(ge=1, description="Tokens of a job that sets no max_tokens, bounded by the context.")
     ] = 1024

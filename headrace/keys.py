@@ -78,6 +78,11 @@ class Keys:
         return self._key("ids")
 
     @property
+    def suspects(self) -> str:
+        """Hash of entries whose worker may have died over them: member to how many it ran, and its name."""
+        return self._key("suspects")
+
+    @property
     def leases(self) -> str:
         return self._key("leases")
 

@@ -54,17 +54,19 @@ def fixed_keys(keys: Keys) -> list[str]:
         keys.ids,
         keys.hooks,
         keys.usage(this_month()),
+        keys.suspects,
     ]
 
 
 def read_picked(reply: Sequence[Any]) -> Picked:
-    behind, waiting, bad, *found = reply
+    behind, waiting, bad, mode, *found = reply
     entries = [
         Entry(job_class.decode(), entry_id.decode(), _as_dict(fields), bool(gone))
         for job_class, entry_id, fields, gone in found
     ]
     last_ids = {c: last.decode() for c, last in zip(CLASSES, behind, strict=True)}
-    return Picked(entries, last_ids, waiting, [key.decode() for key in bad])
+    unusable = [key.decode() for key in bad]
+    return Picked(entries, last_ids, waiting, unusable, apart=mode == 1, on_duty=mode == 2)
 
 
 def _as_dict(flat: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -140,6 +142,14 @@ def read_renewed(held: Sequence[HeldRow], reply: bytes) -> Renewed:
         elif letter == ord("c"):
             renewed.cancelled.add(item[2])
     return renewed
+
+
+def pardon_call(keys: Keys, worker: str, held: Sequence[HeldRow]) -> Call:
+    call_keys, args = [keys.suspects], list[Any]([worker])
+    for job_class, entry_id, job_id, epoch in held:
+        call_keys.append(keys.job(job_id))
+        args += [f"{job_class}-{entry_id}", epoch]
+    return call_keys, args
 
 
 def release_call(keys: Keys, worker: str, held: Sequence[HeldRow]) -> Call:

@@ -55,6 +55,8 @@ class Picked:
     last_ids: dict[str, str]  # for each class: the id to wait behind with XREAD BLOCK
     waiting: int
     unusable: list[str]  # keys of another type than the protocol's
+    apart: bool = False  # these ended a worker together, perhaps: run them with nothing else
+    on_duty: bool = False  # such entries wait for this worker to give back what it holds
 
 
 class ClaimItem(NamedTuple):

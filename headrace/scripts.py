@@ -26,6 +26,7 @@ from headrace.script_calls import (
     claim_call,
     emit_call,
     fixed_keys,
+    pardon_call,
     payload_hash,
     read_claimed,
     read_emitted,
@@ -189,14 +190,16 @@ class Scripts:
         lease_ms: int,
         sort_limit: int = 128,
         num_classes: int = len(CLASSES),
+        holds_nothing: bool = True,
     ) -> Picked:
         """Sorts new entries (at most `sort_limit` of each class) and leases up to `n` to `worker`.
 
         A job is handed out while any of `budget_tokens` is left: the last one may exceed it. n=0 only sorts.
-        Of the classes only the `num_classes` highest are handed out.
+        Of the classes only the `num_classes` highest are handed out. What may have ended a worker is handed
+        out apart, and only to one that `holds_nothing`.
         """
         args: list[Any] = [worker, n, budget_tokens, lease_ms, sort_limit, *self._costs]
-        args += [self._share.output_reserve, num_classes]
+        args += [self._share.output_reserve, num_classes, int(holds_nothing)]
         return read_picked(await self._run("pick", (fixed_keys(self._keys), args)))
 
     async def claim(
@@ -230,6 +233,10 @@ class Scripts:
     async def release(self, worker: str, held: Sequence[HeldRow]) -> int:
         """Gives jobs back to the front of the queue; everything emitted stays. Returns how many were ours."""
         return int(await self._run("release", release_call(self._keys, worker, held))) if held else 0
+
+    async def pardon(self, worker: str, held: Sequence[HeldRow]) -> int:
+        """Takes the blame from jobs whose worker lives after all. Returns how many deaths were struck out."""
+        return int(await self._run("pardon", pardon_call(self._keys, worker, held))) if held else 0
 
     async def cancel(self, job_id: str, *, retention_ms: int = HOUR_MS) -> CancelKind:
         """Cancels: a waiting job ends here, a running one at its next step."""

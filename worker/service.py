@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from headrace.config import WorkerSettings
 from headrace.connect import connect, connect_sync
 from headrace.keys import Keys
-from headrace.script_types import EmitItem, EmitOutcome, Renewed
+from headrace.script_types import EmitItem, EmitOutcome, HeldJob, Renewed
 from headrace.scripts import Scripts, SyncScripts
 from headrace.submission import Limits
 from worker.engine.engine import Engine
@@ -38,6 +38,7 @@ MAX_BACKLOG_EVENTS = 8_192  # events Redis has not acknowledged; above it the en
 OVERDUE_S = 0.25  # how late a job that waits may be told that its time is over
 REAP_S = 10.0
 REDIS_RETRY_S = 0.5
+MAKE_GOOD_S = 60.0  # how long a worker that lives tries to say so
 
 
 class WorkerService:
@@ -70,7 +71,8 @@ class WorkerService:
             on_report=lambda report: self._hand_over(self._handle_report, report),
             on_fatal=lambda error: self._hand_over(self._handle_fatal, error),
         )
-        self._jobs = RunningJobs(self._leases, self._publisher, self._engine.send)
+        self._reported = asyncio.Event()
+        self._jobs = RunningJobs(self._leases, self._publisher, self._engine.send, self._handle_lost)
         self._claimer = Claimer(
             self._scripts,
             self._intake(model),
@@ -79,6 +81,8 @@ class WorkerService:
             lease_ms=settings.lease_ms,
             room=self._room,
             take=self._take,
+            holds_nothing=lambda: len(self._jobs) == 0,
+            give_back=self._give_back,
         )
         self._control = ControlChannel(
             self._pubsub,
@@ -211,8 +215,11 @@ class WorkerService:
     def _handle_report(self, report: StepReport) -> None:
         self._report = report
         self._utilisation.add(report.stats)
+        self._reported.set()
+        apart = self._jobs.apart
         self._jobs.absorb(report.outputs)
-        if self._claimer.waiting and any(requests > 0 for requests, _ in self._room()):
+        cleared = apart and not self._jobs.apart
+        if (self._claimer.waiting or cleared) and any(requests > 0 for requests, _ in self._room()):
             self._claimer.wake()
 
     def _handle_fatal(self, error: BaseException) -> None:
@@ -221,7 +228,7 @@ class WorkerService:
 
     def _room(self) -> list[tuple[int, int]]:
         report = self._report
-        if report is None or not self._may_run():
+        if report is None or self._jobs.apart or not self._may_run():
             return [(0, 0)]
         on_their_way = self._jobs.requests_sent - report.added_total
         return [(max(requests - on_their_way, 0), tokens) for requests, tokens in report.room]
@@ -237,11 +244,42 @@ class WorkerService:
         self._jobs.settle(items, outcomes)
         self._engine.nudge()
 
+    async def _give_back(self) -> None:
+        """Empties this worker: suspects wait for one that risks nothing else."""
+        held = self._jobs.let_go()
+        log.info("makes_room_for_suspects", released=len(held))
+        await self._publisher.flush()
+        await self._scripts.release(self._settings.worker_id, held)
+        for job in held:
+            self._leases.drop(job.job_id)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.lease_ms / 1000):
+                while self._report is not None and self._report.stats.running + self._report.stats.waiting:
+                    self._reported.clear()
+                    await self._reported.wait()
+
+    def _handle_lost(self, lost: Collection[HeldJob]) -> None:
+        self._spawn(self._make_good(list(lost)))
+
+    async def _make_good(self, lost: list[HeldJob]) -> None:
+        """This worker lives: what nobody took meanwhile goes back, and no death is held against the rest."""
+        end_s = self._loop.time() + MAKE_GOOD_S
+        while self._loop.time() < end_s:
+            try:
+                await self._scripts.release(self._settings.worker_id, lost)
+                await self._scripts.pardon(self._settings.worker_id, lost)
+                return
+            except (RedisError, OSError):
+                await asyncio.sleep(REDIS_RETRY_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+
     def _handle_cancel_hint(self, job_id: str) -> None:
         if job_id in self._jobs:
-            task = asyncio.create_task(self._check_cancel(job_id))
-            self._checks.add(task)
-            task.add_done_callback(self._checks.discard)
+            self._spawn(self._check_cancel(job_id))
 
     async def _check_cancel(self, job_id: str) -> None:
         # The channel is a hint that anybody may send; the flag in the job's hash is the truth.

@@ -4,10 +4,10 @@
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
   vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], hooks = KEYS[11],
-  usage = KEYS[12], ctl = KEYS[13],
+  usage = KEYS[12], suspects = KEYS[13], ctl = KEYS[14],
 }
 local id, retention_ms, now = ARGV[1], tonumber(ARGV[2]), now_ms()
-local j = {job = KEYS[14], log = KEYS[15], live = KEYS[16]}
+local j = {job = KEYS[15], log = KEYS[16], live = KEYS[17]}
 local UNKNOWN_TTL_MS = 86400000
 
 local place = redis.call('HMGET', j.job, 'class', 'entry')

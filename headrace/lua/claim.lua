@@ -1,12 +1,12 @@
--- uses: base cost ending
+-- uses: base cost suspects ending
 -- Makes picked jobs this worker's: raises epoch and attempt. Ends those cancelled, past their deadline, tried too often
--- or damaged, and drops second entries of a job.
+-- or damaged, and drops second entries of a job. A worker's death is held against a job only if the job ran alone.
 -- ARGV: worker, lease ms, max attempts, retention ms, nonce, output weight, default output, then {class, entry, id, ttl ms} for each item.
 -- Returns {outcome, epoch, attempt, ms left (-1: no deadline), last seq, submitted ms, waited ms} for each item.
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
   vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], hooks = KEYS[11],
-  usage = KEYS[12], dead = KEYS[13],
+  usage = KEYS[12], suspects = KEYS[13], dead = KEYS[14],
 }
 local worker, lease_ms, max_attempts = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local retention_ms, nonce = tonumber(ARGV[4]), ARGV[5]
@@ -22,8 +22,9 @@ local function is_ours(j, entry)
   return not is_error(pending) and pending[1] ~= nil and pending[1][2] == worker
 end
 
-local function bury(j, entry, attempt)
-  local copy = {'job', j.id, 'class', j.class, 'entry', j.entry, 'attempt', attempt, 'at', now}
+local function bury(j, entry, attempt, history)
+  local copy = {'job', j.id, 'class', j.class, 'entry', j.entry, 'attempt', attempt, 'at', now,
+    'history', history or '[]'}
   for i = 1, math.min(#entry[2], DEAD_VALUES) do copy[#copy + 1] = entry[2][i] end
   redis.pcall('XADD', k.dead, 'MAXLEN', '~', DEAD_LENGTH, '*', unpack(copy))
 end
@@ -32,6 +33,19 @@ local function finish(j, entry, outcome, status, code)
   end_job(k, j, status, code, now, retention_ms)
   if entry and outcome ~= 'exhausted' then refund(k.vtime, j.class, entry[2], output_weight, default_output) end
   return {outcome, j.epoch + 1, 0, -1, j.seq + 1, j.submitted}
+end
+
+-- The deaths this job was part of, with the one that has brought it here again.
+local function history_of(j, s)
+  local history = s.history or nil
+  local known = redis.call('HGET', k.suspects, j.member)
+  if s.status == 'running' then
+    local together = tonumber((known or '1'):match('^%d+')) or 1
+    history = with_death(history, s.worker or '', j.epoch, j.seq, together, now)
+    redis.call('HSET', j.job, 'history', history)
+  end
+  if known then redis.call('HDEL', k.suspects, j.member) end
+  return history
 end
 
 local function run(j, s, entry, deadline)
@@ -70,8 +84,9 @@ local function claim(j, ttl_ms)
   if s.broken or not entry then return finish(j, entry, 'lost', 'failed', 'lost') end
   if flag(s.cancel) then return finish(j, entry, 'cancelled', 'cancelled') end
   if deadline and deadline <= now then return finish(j, entry, 'expired', 'failed', 'deadline_exceeded') end
-  if number_or(s.attempt, 0) >= max_attempts then
-    bury(j, entry, number_or(s.attempt, 0))
+  local history = history_of(j, s)
+  if deaths_alone(history) >= max_attempts then
+    bury(j, entry, number_or(s.attempt, 0), history)
     return finish(j, entry, 'exhausted', 'failed', 'poison')
   end
   return run(j, s, entry, deadline)
@@ -84,8 +99,8 @@ local function claim_safely(j, ttl_ms)
 end
 
 local out = {}
-for i = 0, (#KEYS - 13) / 3 - 1 do
-  local at, key = 8 + i * 4, 14 + i * 3
+for i = 0, (#KEYS - 14) / 3 - 1 do
+  local at, key = 8 + i * 4, 15 + i * 3
   local j = {job = KEYS[key], log = KEYS[key + 1], live = KEYS[key + 2]}
   j.class, j.entry, j.id = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   j.member = j.class .. '-' .. j.entry

@@ -1,18 +1,20 @@
--- uses: base cost
+-- uses: base cost suspects
 -- Sorts new entries into `ready` by start-time fair queueing (Goyal, Vin, Cheng 1996), then hands out expired leases
 -- and up to n jobs, each under a lease. The class with the lowest weighted clock is next, so no class starves.
 -- ARGV: worker, n, budget tokens, lease ms, sort limit, output weight, default output tokens, output reserve, how many
--- classes may be handed out, from the highest.
--- Returns {{id to wait behind, for each class}, waiting, {names of unusable keys}, {class, entry, {fields}}…}.
+-- classes may be handed out, from the highest, 1 if the worker holds nothing.
+-- Returns {{id to wait behind, for each class}, waiting, {names of unusable keys}, mode, {class, entry, {fields}}…}; mode 1:
+-- these are suspects, to be run with nothing else; 2: suspects wait for this worker, that must give back what it holds.
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
-  vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10],
+  vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], suspects = KEYS[13],
 }
 local worker, want, budget = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lease_ms, sort_limit = tonumber(ARGV[4]), tonumber(ARGV[5])
 local output_weight, default_output, reserve = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local open_class = {}
 for i = 1, tonumber(ARGV[9]) do open_class[CLASSES[i]] = true end
+local holds_nothing, mode = ARGV[10] == '1', 0
 local CLASS_WEIGHT = {high = 16, normal = 4, low = 1}
 local READY_CONSUMER, SORT_BYTES = 'ready', 4194304
 local now, bad, usable = now_ms(), {}, {}
@@ -24,6 +26,7 @@ local function is_type(key, wanted)
 end
 
 if not is_type(k.leases, 'zset') then return redis.error_reply('WRONGTYPE ' .. k.leases) end
+if not is_type(k.suspects, 'hash') then redis.call('DEL', k.suspects) end -- ours alone, and worth less than a job
 local clocks_ok, ids_ok, deadlines_ok = is_type(k.vtime, 'hash'), is_type(k.ids, 'hash'), is_type(k.deadlines, 'zset')
 for _, class in ipairs(CLASSES) do
   local queue_ok, exists = is_type(k.queue[class], 'stream')
@@ -141,13 +144,31 @@ local function open()
   return #picked < want and budget > 0
 end
 
+-- Suspects go out together only if they ran together, half as many as then, and to a worker that holds nothing.
+local company = nil
+local function take_one(class, id)
+  local s = suspicion(k, class, id)
+  if not s then
+    if mode == 0 then hand_out(class, id) end
+  elseif not holds_nothing then
+    if take_duty(k, worker, now, lease_ms) then mode = 2 end
+  elseif not company and #picked == 0 then
+    company, mode = {holder = s.holder, together = s.together, left = math.ceil(s.together / 2) - 1}, 1
+    hand_out(class, id)
+  elseif company and company.left > 0 and company.holder == s.holder and company.together == s.together then
+    company.left = company.left - 1
+    hand_out(class, id)
+  end
+end
+
 local function take_expired()
   local expired = redis.call('ZRANGEBYSCORE', k.leases, '-inf', now, 'LIMIT', 0, want + 100)
   for _, member in ipairs(expired) do
     if not open() then return end
     local class, id = split_member(member)
     if not class then redis.call('ZREM', k.leases, member)
-    elseif usable[class] and open_class[class] then hand_out(class, id) end
+    elseif usable[class] and open_class[class] then take_one(class, id) end
+    if mode == 2 then return end
   end
 end
 
@@ -179,7 +200,7 @@ for _, class in ipairs(CLASSES) do
 end
 if want > 0 then
   take_expired()
-  take_ready()
+  if mode == 0 then take_ready() end
 end
 
 local values = {}
@@ -204,4 +225,4 @@ for i, class in ipairs(CLASSES) do
   end
   if usable[class] then waiting = waiting + redis.call('ZCARD', k.ready[class]) end
 end
-return {behind, waiting, bad, unpack(picked)}
+return {behind, waiting, bad, mode, unpack(picked)}

@@ -7,7 +7,7 @@
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
   vtime = KEYS[7], leases = KEYS[8], deadlines = KEYS[9], ids = KEYS[10], hooks = KEYS[11],
-  usage = KEYS[12], workers = KEYS[13],
+  usage = KEYS[12], suspects = KEYS[13], workers = KEYS[14],
 }
 local retention_ms, consumer_idle_ms, stray_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local output_weight, default_output = tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -117,9 +117,9 @@ for key, wanted in pairs({[k.leases] = 'zset', [k.deadlines] = 'zset', [k.vtime]
   local found = redis.call('TYPE', key).ok
   if found ~= wanted and found ~= 'none' then return redis.error_reply('WRONGTYPE ' .. key) end
 end
-local first_stray = 14 + (due + doubtful) * 3
-for i = 14, first_stray - 1, 3 do
-  local number = (i - 14) / 3
+local first_stray = 15 + (due + doubtful) * 3
+for i = 15, first_stray - 1, 3 do
+  local number = (i - 15) / 3
   local at = 8 + number * 2
   local j = {job = KEYS[i], log = KEYS[i + 1], live = KEYS[i + 2], class = ARGV[at], entry = ARGV[at + 1]}
   j.member = j.class .. '-' .. j.entry

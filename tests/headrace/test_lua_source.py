@@ -13,7 +13,7 @@ from headrace.errors import ERRORS, HeadraceError
 from headrace.lua_source import load_script
 
 SCRIPTS = (
-    "submit", "pick", "claim", "emit", "renew", "release", "cancel", "reap", "admit",
+    "submit", "pick", "claim", "emit", "renew", "release", "cancel", "reap", "pardon", "admit",
     "key_create", "key_revoke", "fork",
 )  # fmt: skip
 CALL = re.compile(r"redis\.p?call\(\s*'([A-Z]+)'\s*(?:,\s*([^)]*))?", re.DOTALL)
@@ -22,14 +22,14 @@ KEY = re.compile(r"(k|j)\.(\w+)(\[[\w.]+\])?|KEYS\[[^\]]+\]|queue|key|vtime_key"
 KEY_AT = {"XREADGROUP": "STREAMS", "XGROUP": 1, "XINFO": 1, "MEMORY": 1}
 KEY_FIELDS = {
     "queue", "ready", "vtime", "leases", "deadlines", "ids", "dead", "ctl", "workers", "undecodable",
-    "hooks", "usage", "rate", "keys", "key", "job", "log", "live", "idem", "high", "normal", "low",
+    "hooks", "usage", "suspects", "rate", "keys", "key", "job", "log", "live", "idem", "high", "normal", "low",
 }  # fmt: skip
 
 
 def sources() -> dict[str, str]:
     root = files("headrace").joinpath("lua")
     found = {f"{name}.lua": root.joinpath(f"{name}.lua").read_text() for name in SCRIPTS}
-    for library in ("base", "cost", "ending"):
+    for library in ("base", "cost", "suspects", "ending"):
         found[f"lib/{library}.lua"] = root.joinpath("lib", f"{library}.lua").read_text()
     return found
 

@@ -52,6 +52,7 @@ def test_every_key() -> None:
         keys.vtime,
         keys.ids,
         keys.leases,
+        keys.suspects,
         keys.deadlines,
         keys.ctl,
         keys.dead,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 from redis.exceptions import RedisError
@@ -22,7 +22,8 @@ class Claimer:
     """Runs `pick` and `claim` whenever there may be both work and room.
 
     `room()` gives, for each class from the highest, the requests and the tokens the engine can admit beyond
-    those already on their way to it: a high one may take the place of a low one.
+    those already on their way to it: a high one may take the place of a low one. `give_back` empties the
+    worker: jobs that may have ended another one wait for it, to run apart.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class Claimer:
         lease_ms: int,
         room: Callable[[], Sequence[tuple[int, int]]],
         take: Callable[[Admitted], None],
+        holds_nothing: Callable[[], bool],
+        give_back: Callable[[], Awaitable[None]],
     ) -> None:
         self._scripts = scripts
         self._intake = intake
@@ -43,6 +46,8 @@ class Claimer:
         self._lease_ms = lease_ms
         self._room = room
         self._take = take
+        self._holds_nothing = holds_nothing
+        self._give_back = give_back
         self._last_ids = dict.fromkeys(CLASSES, "0-0")
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
@@ -87,12 +92,16 @@ class Claimer:
             budget_tokens=tokens,
             lease_ms=self._lease_ms,
             num_classes=num_classes,
+            holds_nothing=self._holds_nothing(),
         )
         self._last_ids = picked.last_ids
         self.waiting = picked.waiting
+        if picked.on_duty:
+            await self._give_back()
+            return True
         if not picked.entries:
             return False
-        for admitted in await self._intake.admit(picked.entries):
+        for admitted in await self._intake.admit(picked.entries, apart=picked.apart):
             self._take(admitted)
         return self._widest_room()[1] > 0 and picked.waiting > 0
 

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import cast
 
@@ -35,6 +35,8 @@ from worker.text.stream import TextStream
 log = structlog.get_logger("headrace.intake")
 
 CLAIM_RETRIES_S = (0.05, 0.2, 0.5)
+FIRST_PROBATION_TOKENS = 4  # doubled with each attempt: what crashes later is caught later
+MAX_PROBATION_TOKENS = 4_096
 INLINE_PROMPT_CHARS = 8_192  # longer ones are tokenised beside the event loop
 
 
@@ -60,6 +62,7 @@ class Admitted:
     running: RunningJob
     request: Request | None
     claimed_at_s: float
+    probation_tokens: int = 0  # to be said before anything else may run beside it
 
 
 def seed_of(job_id: str) -> int:
@@ -69,6 +72,10 @@ def seed_of(job_id: str) -> int:
 
 def num_candidates(params: SamplingParams) -> int:
     return params.best_of or params.n
+
+
+def _probation(claim: Claimed) -> int:
+    return min(FIRST_PROBATION_TOKENS << min(claim.attempt, 16), MAX_PROBATION_TOKENS)
 
 
 class Intake:
@@ -99,8 +106,11 @@ class Intake:
         self._default_max_tokens = default_max_tokens
         self._limits = limits
 
-    async def admit(self, entries: Sequence[Entry]) -> list[Admitted]:
-        """Claims `entries` in one call. One that cannot be read is claimed all the same, to be answered."""
+    async def admit(self, entries: Sequence[Entry], *, apart: bool = False) -> list[Admitted]:
+        """Claims `entries` in one call. One that cannot be read is claimed all the same, to be answered.
+
+        `apart`: they are suspects, and on probation.
+        """
         parsed = [self._parse(entry) for entry in entries]
         claimed_at_s = time.monotonic()
         items = [
@@ -113,7 +123,8 @@ class Intake:
             if claim.outcome != "run":
                 log.info("job_not_run", job=job.id, outcome=claim.outcome)
                 continue
-            admitted.append(await self._admit_one(job, error, claim, claimed_at_s))
+            one = await self._admit_one(job, error, claim, claimed_at_s)
+            admitted.append(replace(one, probation_tokens=_probation(claim) if apart else 0))
         return admitted
 
     async def _claim(self, items: Sequence[ClaimItem]) -> list[Claimed]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import structlog
 
-from headrace.script_types import EmitItem, EmitOutcome, Renewed
+from headrace.script_types import EmitItem, EmitOutcome, HeldJob, Renewed
 from worker.engine.outputs import Output
 from worker.engine_thread import AbortRequest, AddRequest, Command
 from worker.queue.intake import Admitted
@@ -20,11 +20,19 @@ log = structlog.get_logger("headrace.jobs")
 class RunningJobs:
     """Owns the table of held jobs. A job leaves it when Redis has its end or it is not ours any more."""
 
-    def __init__(self, leases: LeaseKeeper, publisher: Publisher, send: Callable[[Command], None]) -> None:
+    def __init__(
+        self,
+        leases: LeaseKeeper,
+        publisher: Publisher,
+        send: Callable[[Command], None],
+        on_lost: Callable[[Collection[HeldJob]], None],
+    ) -> None:
         self._leases = leases
         self._publisher = publisher
         self._send = send
+        self._on_lost = on_lost
         self._jobs: dict[str, RunningJob] = {}
+        self._probation: dict[str, int] = {}  # tokens that suspects have yet to say
         self.requests_sent = 0  # to the engine, since the start
 
     def __len__(self) -> int:
@@ -33,12 +41,19 @@ class RunningJobs:
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._jobs
 
+    @property
+    def apart(self) -> bool:
+        """Whether suspects run here, beside which nothing else may."""
+        return bool(self._probation)
+
     def take(self, admitted: Admitted) -> None:
         """A freshly claimed job: to the engine, or straight to its terminal event if it was refused."""
         job_id, running = admitted.held.job_id, admitted.running
         if job_id in self._jobs:  # a lease of ours ran out and the job came back under a new epoch
-            self._forget(job_id)
+            self._lose([job_id])
         self._jobs[job_id] = running
+        if admitted.probation_tokens and admitted.request is not None:
+            self._probation[job_id] = admitted.probation_tokens
         self._leases.hold(admitted.held, admitted.claimed_at_s)
         if admitted.request is None:
             self._publish([running])
@@ -55,9 +70,21 @@ class RunningJobs:
             if running is None:
                 continue
             touched[output.request_id] = running
+            self._pass_probation(output.request_id)
             for choice in running.absorb(output):
                 self._send(AbortRequest(output.request_id, choice))
+        for job_id, running in touched.items():
+            if running.ended:
+                self._probation.pop(job_id, None)
         self._publish(touched.values())
+
+    def _pass_probation(self, job_id: str) -> None:
+        left = self._probation.get(job_id)
+        if left is not None and left > 1:
+            self._probation[job_id] = left - 1
+        elif left is not None:
+            log.info("suspect_cleared", job=job_id)
+            del self._probation[job_id]
 
     def settle(self, items: Sequence[EmitItem], outcomes: Sequence[EmitOutcome]) -> None:
         """What Redis said to an `emit`."""
@@ -76,19 +103,20 @@ class RunningJobs:
             self._publisher.put([running.close_as_lost()])
         elif outcome.kind != "ok":
             log.warning("job_dropped", job=item.job_id, reason=outcome.kind)
-            self._forget(item.job_id)
+            self._lose([item.job_id])
         elif item.final is not None:
             tokens = running.usage().completion_tokens
             log.info("job_ended", job=item.job_id, status=item.final.status, tokens=tokens)
             self._jobs.pop(item.job_id)
+            self._probation.pop(item.job_id, None)
             self._leases.drop(item.job_id)
 
     def reconcile(self, renewed: Renewed) -> None:
         """What a renewal found: leases that are another's by now, and cancel flags."""
-        for job_id in renewed.lost:
-            if job_id in self._jobs:
-                log.warning("lease_lost", job=job_id)
-                self._forget(job_id)
+        lost = [job_id for job_id in renewed.lost if job_id in self._jobs]
+        if lost:
+            log.warning("leases_lost", jobs=len(lost), first=lost[0])
+            self._lose(lost)
         for job_id in renewed.cancelled:
             self.cancel(job_id)
 
@@ -104,14 +132,34 @@ class RunningJobs:
     def drop_all(self) -> None:
         """Every lease has run out: the jobs are someone else's, and not a token more leaves here."""
         log.warning("leases_expired", held=len(self._jobs))
-        for job_id in list(self._jobs):
+        self._lose(list(self._jobs))
+
+    def let_go(self) -> list[HeldJob]:
+        """Stops everything, to be given back. What was said until now may still be on its way to Redis."""
+        held = [self._held(running) for running in self._jobs.values()]
+        for job in held:
+            self._send(AbortRequest(job.job_id))
+        self._jobs.clear()
+        self._probation.clear()
+        return held
+
+    def _lose(self, job_ids: Sequence[str]) -> None:
+        lost = [self._held(self._jobs[job_id]) for job_id in job_ids]
+        for job_id in job_ids:
             self._forget(job_id)
+        if lost:
+            self._on_lost(lost)
+
+    @staticmethod
+    def _held(running: RunningJob) -> HeldJob:
+        return HeldJob(running.job.job_class, running.job.entry_id, running.job.id, running.epoch)
 
     def _forget(self, job_id: str) -> None:
         self._send(AbortRequest(job_id))
         self._publisher.forget(job_id)
         self._leases.drop(job_id)
         self._jobs.pop(job_id, None)
+        self._probation.pop(job_id, None)
 
     def _publish(self, jobs: Iterable[RunningJob]) -> None:
         self._publisher.put([item for running in jobs if (item := running.take()) is not None])

@@ -9,6 +9,7 @@ local function remove_entry(k, j)
   redis.pcall('ZREM', k.deadlines, j.member)
   redis.pcall('ZREM', k.ready[j.class], j.entry)
   redis.pcall('HDEL', k.ids, j.member)
+  redis.pcall('HDEL', k.suspects, j.member)
 end
 
 local function choice_of(choices, i)
@@ -130,7 +131,7 @@ local function end_job(k, j, status, code, now, retention_ms)
 end
 
 local STATE_FIELDS = {'status', 'seq', 'epoch', 'attempt', 'class', 'entry', 'cancel', 'deadline', 't_submit',
-  'prompt_tokens', 'nonce', 't_start'}
+  'prompt_tokens', 'nonce', 't_start', 'worker', 'history'}
 
 -- Reads a job's hash into j and the highest seq known of its log. False: one of its keys is of another type.
 local function read_state(j, now)
