@@ -53,12 +53,18 @@ ROUNDS = (
 )
 
 
+def workload_requests() -> list[tuple[list[int], int]]:
+    """Prompt ids and forced output length of each request of the workload."""
+    requests = json.loads((Path(__file__).parent / "workload.json").read_text())["requests"]
+    return [(r["prompt_ids"], r["output_len"]) for r in requests]
+
+
 def make_jobs(count: int, loaded: LoadedModel, rng: random.Random) -> list[Request]:
-    workload = json.loads((Path(__file__).parent / "workload.json").read_text())["requests"]
-    heads = [r["prompt_ids"][:64] for r in workload if r["prompt_len"] >= 64][:3]
+    prompts = [ids for ids, _ in workload_requests()]
+    heads = [ids[:64] for ids in prompts if len(ids) >= 64][:3]
     jobs = []
     for n in range(count):
-        body = rng.choice(workload)["prompt_ids"]
+        body = rng.choice(prompts)
         prompt = (rng.choice(heads) if rng.random() < 0.4 else []) + body[: rng.randint(1, len(body))]
         request = Request(
             f"job-{n}", prompt[:300], make_params(rng), rng.getrandbits(62), eos_ids=loaded.eos_ids

@@ -118,8 +118,12 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
     policy: Annotated[
         Literal["fcfs", "shortest-first", "deadline"], Meta(description="Order of service within the worker.")
     ] = "fcfs"
+    adaptive: Annotated[
+        bool,
+        Meta(description="Choose each step's tokens and sequences from measured step times, for throughput."),
+    ] = False
     target_itl_ms: Annotated[
-        float, Meta(ge=0, description="Inter-token time to hold by shortening prefill chunks, ms; 0: off.")
+        float, Meta(ge=0, description="Inter-token time that adaptive batching keeps, ms; 0: no target.")
     ] = 0.0
     prefix_cache: Annotated[bool, Meta(description="Share the KV blocks of equal prompt beginnings.")] = True
     lease_ms: Annotated[
@@ -172,6 +176,15 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     heartbeat_s: Annotated[
         float, Meta(gt=0, description="A comment is sent into a stream that was silent for this long, s.")
     ] = 10.0
+    max_file_bytes: Annotated[
+        int, Meta(ge=1, le=536_870_912, description="Largest file that can be uploaded, bytes.")
+    ] = 33_554_432
+    max_tenant_bytes: Annotated[
+        int, Meta(ge=1, description="Most that one tenant's files may take together, bytes.")
+    ] = 268_435_456
+    file_retention_ms: Annotated[
+        int, Meta(ge=1, description="How long files and batches stay, unless the upload asks for less, ms.")
+    ] = 604_800_000
     response_retention_ms: Annotated[
         int, Meta(ge=1, description="How long a stored response can be looked up and gone on with, ms.")
     ] = 86_400_000
