@@ -26,7 +26,7 @@ def test_tokens_are_counted_wherever_the_bytes_are_cut(size: int) -> None:
 
 
 def test_a_refusal_is_told_with_its_status() -> None:
-    with pytest.raises(LoadError, match="503.*busy"):
+    with pytest.raises(LoadError, match=r"503.*busy"):
         EventStream(0.0).feed(response([b'{"error": "busy"}'], "503 Service Unavailable"))
 
 
