@@ -14,8 +14,9 @@ from litestar.middleware import DefineMiddleware
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
 
-from gateway import fork, health, joblist, jobs, ledger, webhooks
+from gateway import files, fork, health, joblist, jobs, ledger, webhooks
 from gateway.auth import Keyring, require_key
+from gateway.batches import routes as batches
 from gateway.core import Gateway
 from gateway.directory import Directory
 from gateway.errors import handle
@@ -54,6 +55,8 @@ def create_app(settings: GatewaySettings) -> Litestar:
             fork.fork_job,
             ledger.get_usage,
             *responses.ROUTES,
+            *batches.ROUTES,
+            files.router(settings),
             webhooks.get_secret,
             webhooks.list_deliveries,
             webhooks.get_delivery,

@@ -53,10 +53,16 @@ def new_job(
     params: SamplingParams,
     **keys: Any,
 ) -> NewJob:
+    return job_of(tenant_of(request, data.tenant), data, ref, prompt, params, **keys)
+
+
+def job_of(
+    tenant: str, data: Treatment, ref: JobRef, prompt: Prompt, params: SamplingParams, **keys: Any
+) -> NewJob:
+    """For a tenant that is known, without a request. Raises HeadraceError naming the field."""
     job_class = data.job_class or "normal"
     if job_class not in CLASSES:
         raise HeadraceError("invalid_request", "class must be high, normal or low.", "class")
-    tenant = tenant_of(request, data.tenant)
     extras = _extras(data, tenant)
     return NewJob(ref, job_class, {**submission_fields(prompt, params), **extras}, tenant, **keys)
 

@@ -44,6 +44,44 @@ def tenant_rate(tenant: str) -> str:
     return f"hr:{{tenants}}:rate:{tenant}"
 
 
+BATCHES_DUE = "hr:{files}:due"  # zset of batches under way: score = when to look next, ms
+
+
+def file_key(file_id: str) -> str:
+    """Hash of one uploaded or written file, without its content."""
+    return f"hr:{{files}}:file:{file_id}"
+
+
+def file_data(file_id: str) -> str:
+    """List of the file's content, piece by piece."""
+    return f"hr:{{files}}:data:{file_id}"
+
+
+def tenant_files(tenant: str) -> str:
+    """Zset of a tenant's files: score = when they expire, ms."""
+    return f"hr:{{files}}:files:{tenant}"
+
+
+def tenant_bytes(tenant: str) -> str:
+    """Hash of a tenant's files to their sizes, bytes."""
+    return f"hr:{{files}}:bytes:{tenant}"
+
+
+def batch_key(batch_id: str) -> str:
+    """Hash of one batch."""
+    return f"hr:{{files}}:batch:{batch_id}"
+
+
+def batch_open(batch_id: str) -> str:
+    """Hash of a batch's lines whose jobs have not been written down as ended: line to job, JSON."""
+    return f"hr:{{files}}:open:{batch_id}"
+
+
+def tenant_batches(tenant: str) -> str:
+    """Zset of a tenant's batches: score = when they expire, ms."""
+    return f"hr:{{files}}:batches:{tenant}"
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of one pool. Raises ValueError for a name that cannot be a hash tag."""

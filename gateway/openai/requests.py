@@ -27,7 +27,7 @@ _NOT_YET = ("functions", "function_call", "suffix")
 
 async def plan_chat(gateway: Gateway, request: Request[Any, Any, Any], data: ChatRequest) -> Plan:
     """Raises HeadraceError naming the field, `unknown_model`, RedisError."""
-    prompt, params = parse_request("chat", _values(data))
+    prompt, params = parse_request("chat", checked_values(data))
     pool = await gateway.route(data.model)
     head = _head(data, pool, new_id("chatcmpl-"), params)
     return _plan(request, data, pool, head, [(prompt, params)])
@@ -35,9 +35,9 @@ async def plan_chat(gateway: Gateway, request: Request[Any, Any, Any], data: Cha
 
 async def plan_completion(gateway: Gateway, request: Request[Any, Any, Any], data: CompletionRequest) -> Plan:
     """As `plan_chat`, with one job for each prompt."""
-    values = _values(data)
+    values = checked_values(data)
     parsed = [
-        _completion(*parse_request("completion", {**values, "prompt": prompt}))
+        completion_params(*parse_request("completion", {**values, "prompt": prompt}))
         for prompt in split_prompts(data.prompt)
     ]
     pool = await gateway.route(data.model)
@@ -60,7 +60,7 @@ def split_prompts(prompt: str | list[Any]) -> list[Any]:
     return prompt
 
 
-def _completion(prompt: Prompt, params: SamplingParams) -> tuple[Prompt, SamplingParams]:
+def completion_params(prompt: Prompt, params: SamplingParams) -> tuple[Prompt, SamplingParams]:
     """The gateway itself puts the prompt before the text, so the job has no `echo`."""
     if params.echo and prompt.field != "prompt":
         raise HeadraceError("invalid_request", "echo with token ids is not supported; send text.", "echo")
@@ -103,7 +103,7 @@ def _head(
     )
 
 
-def _values(data: Extensions) -> dict[str, Any]:
+def checked_values(data: Extensions) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(data)
     for name in _NOT_YET:
         if values.get(name):

@@ -36,10 +36,10 @@ def check_request(data: ResponseRequest) -> None:
         raise _invalid('Only {"type": "text"} is supported.', "text.format")
     if data.background and data.store is False:
         raise _invalid("A background response has to be stored.", "store")
-    _check_metadata(data.metadata or {})
+    check_metadata(data.metadata or {})
 
 
-def _check_metadata(metadata: Mapping[str, str]) -> None:
+def check_metadata(metadata: Mapping[str, str]) -> None:
     fits = len(metadata) <= MAX_METADATA and all(
         len(key) <= MAX_METADATA_KEY and len(value) <= MAX_METADATA_VALUE for key, value in metadata.items()
     )

@@ -8,25 +8,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, cast
 
 import arq
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from gateway.batches.runner import BatchRunner
+from gateway.batches.store import Batches
 from gateway.directory import Directory
+from gateway.limits import Limits
+from gateway.lua import redis_now_ms
+from gateway.pulse import Pulse
 from gateway.tasks.deliveries import Deliveries
 from gateway.tasks.outbound import Outbound
 from gateway.tasks.steady import SteadyWorker, arq_client
 from gateway.tasks.sweeps import sweeps
 from gateway.tasks.webhooks import Courier
+from gateway.tenants import Tenants
 from headrace.config import TasksSettings, redact_url
 from headrace.connect import connect
 from headrace.keys import TASK_QUEUE, WEBHOOK_QUEUE
 
 DISPATCH_S = 0.25
+SOON_MS = 300
 MAX_WEBHOOKS = 64
 MAX_TASKS = 16
 MAX_CONNECTIONS = 32
@@ -34,6 +41,13 @@ TASK_S = 15.0
 ATTEMPT_MARGIN_S = 2.0
 LEASE_MARGIN_S = 5.0
 log = structlog.get_logger("headrace.tasks")
+
+
+class _Waiting:
+    """Stands for the gateway's pulse: here nobody waits for an answer, so Redis may take its time."""
+
+    async def guard(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
 
 
 class Tasks:
@@ -47,6 +61,8 @@ class Tasks:
             settings.webhook_networks, timeout_s=settings.webhook_timeout_s, max_connections=MAX_WEBHOOKS
         )
         self._courier = Courier(self._redis, self._outbound, settings)
+        limits = Limits(Tenants(self._redis, cast(Pulse, _Waiting())), self._directory)
+        self._batches = BatchRunner(self._redis, self._directory, limits, settings)
         self._attempt_s = settings.webhook_timeout_s + ATTEMPT_MARGIN_S
         self._stopping = asyncio.Event()
 
@@ -55,7 +71,8 @@ class Tasks:
 
     async def run(self) -> None:
         workers = [self._webhook_worker(), self._task_worker()]
-        loops = [asyncio.create_task(self._forever(self._dispatch_webhooks))]
+        turns = (self._dispatch_webhooks, self._dispatch_batches)
+        loops = [asyncio.create_task(self._forever(turn)) for turn in turns]
         loops += [asyncio.create_task(worker.main()) for worker in workers]
         stopped = asyncio.create_task(self._stopping.wait())
         try:
@@ -81,9 +98,19 @@ class Tasks:
 
     def _task_worker(self) -> SteadyWorker:
         """Apart from webhooks, so that endpoints that hang keep nothing else from running."""
+
+        async def advance(_: dict[str, Any], batch_id: str) -> None:
+            await self._batches.advance(batch_id)
+
+        function = arq.func(advance, name="advance", timeout=TASK_S)  # type: ignore[arg-type]
         cron_jobs = sweeps(self._redis, self._directory, self._settings)
         return SteadyWorker(
-            self._redis, TASK_QUEUE, cron_jobs=cron_jobs, max_jobs=MAX_TASKS, job_timeout=TASK_S
+            self._redis,
+            TASK_QUEUE,
+            functions=[function],
+            cron_jobs=cron_jobs,
+            max_jobs=MAX_TASKS,
+            job_timeout=TASK_S,
         )
 
     async def _dispatch_webhooks(self) -> None:
@@ -94,9 +121,20 @@ class Tasks:
             try:
                 await deliveries.take_notes()
                 for delivery_id in await deliveries.due(lease_ms):
-                    await client.enqueue_job("deliver", pool, delivery_id, _job_id=delivery_id)
+                    if not await client.enqueue_job("deliver", pool, delivery_id, _job_id=delivery_id):
+                        await deliveries.postpone(delivery_id, await self._soon_ms())
             except ResponseError as exc:  # of this pool's keys: another's are not concerned
                 log.warning("webhooks_not_dispatched", pool=pool, error=str(exc)[:80])
+
+    async def _dispatch_batches(self) -> None:
+        client, batches = arq_client(self._redis, TASK_QUEUE), Batches(self._redis)
+        for batch_id in await batches.due(round((TASK_S + LEASE_MARGIN_S) * 1000)):
+            if not await client.enqueue_job("advance", batch_id, _job_id=batch_id):
+                await batches.due_again(batch_id, await self._soon_ms())
+
+    async def _soon_ms(self) -> int:
+        """For work whose last turn is just being put away."""
+        return await redis_now_ms(self._redis) + SOON_MS
 
     async def _forever(self, turn: Callable[[], Awaitable[None]]) -> None:
         while True:
