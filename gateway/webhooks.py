@@ -52,7 +52,12 @@ async def list_deliveries(
     return DeliveryList(data=found[:limit], has_more=len(found) > limit)
 
 
-@get("/webhooks/deliveries/{delivery_id:str}", tags=["Webhooks"], summary="A webhook and its attempts")
+@get(
+    "/webhooks/deliveries/{delivery_id:str}",
+    tags=["Webhooks"],
+    summary="A webhook and its attempts",
+    responses=ERROR_RESPONSES,
+)
 async def get_delivery(
     delivery_id: DeliveryId, request: Request[Any, Any, Any], gateway: GatewayHere
 ) -> Delivery:

@@ -10,11 +10,12 @@ from litestar.params import PathParameter
 from gateway.auth import bound_tenant
 from gateway.core import GatewayHere
 from gateway.directory import Pool
+from gateway.errors import ERROR_RESPONSES
 from gateway.openai.schema import ModelCard, ModelList
 from headrace.errors import HeadraceError
 
 
-@get("/models", tags=["OpenAI"], summary="Models that can be asked for")
+@get("/models", tags=["OpenAI"], summary="Models that can be asked for", responses=ERROR_RESPONSES)
 async def list_models(gateway: GatewayHere, request: Request[Any, Any, Any]) -> ModelList:
     pools = await gateway.pulse.guard(gateway.directory.pools())
     cards = {name: _card(gateway, pool, name) for pool in pools.values() for name in sorted(pool.models)}
@@ -22,7 +23,7 @@ async def list_models(gateway: GatewayHere, request: Request[Any, Any, Any]) -> 
     return ModelList(data=[cards[name] for name in allowed])
 
 
-@get("/models/{name:path}", tags=["OpenAI"], summary="One model")
+@get("/models/{name:path}", tags=["OpenAI"], summary="One model", responses=ERROR_RESPONSES)
 async def get_model(
     gateway: GatewayHere, name: Annotated[str, PathParameter(description="The model's name.")]
 ) -> ModelCard:

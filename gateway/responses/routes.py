@@ -92,7 +92,12 @@ async def get_response(
     )
 
 
-@get("/responses/{response_id:str}/input_items", tags=["OpenAI"], summary="What a response was asked")
+@get(
+    "/responses/{response_id:str}/input_items",
+    tags=["OpenAI"],
+    summary="What a response was asked",
+    responses=ERROR_RESPONSES,
+)
 async def get_input_items(
     response_id: ResponseId, request: Request[Any, Any, Any], gateway: GatewayHere
 ) -> InputItems:
@@ -128,7 +133,13 @@ async def cancel_response(
     return (await _refreshed(gateway, record)).body
 
 
-@delete("/responses/{response_id:str}", status_code=200, tags=["OpenAI"], summary="Forget a response")
+@delete(
+    "/responses/{response_id:str}",
+    status_code=200,
+    tags=["OpenAI"],
+    summary="Forget a response",
+    responses=ERROR_RESPONSES,
+)
 async def delete_response(
     response_id: ResponseId, request: Request[Any, Any, Any], gateway: GatewayHere
 ) -> Deleted:
