@@ -102,7 +102,7 @@ async def serving(
     server: EmbeddedRedis, pool: str, settings: Mapping[str, str | int], log: Path
 ) -> AsyncIterator[Serving]:
     """`python -m worker` with HEADRACE_* `settings`, from when it has its card. Raises ServingError."""
-    worker_id = f"bench-{os.getpid()}"
+    worker_id = str(settings.get("worker_id", f"bench-{os.getpid()}"))
     own = {"REDIS_URL": server.url, "POOL": pool, "WORKER_ID": worker_id, **settings}
     env = {**os.environ, **{f"HEADRACE_{name.upper()}": str(value) for name, value in own.items()}}
     redis = connect(server.url, max_connections=4)
