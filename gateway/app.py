@@ -28,10 +28,12 @@ from gateway.reaper import reap_forever
 from gateway.responses import routes as responses
 from gateway.store import Store
 from gateway.tenants import Tenants
+from gateway.tracing import TraceRequests
 from gateway.waiting import Waiting
 from headrace.config import GatewaySettings
 from headrace.connect import connect
 from headrace.follow import Follower
+from headrace.tracing import start_tracing
 
 REDIS_TIMEOUT_S = 5.0  # the pulse notices much sooner that nothing answers
 MAX_CONNECTIONS = 16  # shared by requests and followers, whatever their number
@@ -39,7 +41,8 @@ MAX_CONNECTIONS = 16  # shared by requests and followers, whatever their number
 
 def create_app(settings: GatewaySettings) -> Litestar:
     """The ASGI app. Starts without Redis and serves what it can until Redis is there."""
-    metrics = Metrics(settings.pool)
+    metrics, tracing = Metrics(settings.pool), start_tracing("headrace-gateway")
+    tracer = DefineMiddleware(TraceRequests, tracing=tracing)
     v1 = Router(
         "/v1",
         route_handlers=[
@@ -69,12 +72,12 @@ def create_app(settings: GatewaySettings) -> Litestar:
         dependencies={"gateway": Provide(_gateway, sync_to_thread=False)},
         exception_handlers={Exception: handle},
         lifespan=[partial(_lifespan, settings, metrics)],
-        middleware=[DefineMiddleware(CountRequests, metrics=metrics), TellLimits],
+        middleware=[DefineMiddleware(CountRequests, metrics=metrics), tracer, TellLimits],
         openapi_config=_openapi(),
         request_max_body_size=settings.max_body_bytes,
         logging_config=None,
     )
-    app.state.metrics = metrics
+    app.state.metrics, app.state.tracing = metrics, tracing
     return app
 
 
@@ -106,6 +109,8 @@ async def _lifespan(settings: GatewaySettings, metrics: Metrics, app: Litestar) 
         await asyncio.gather(*loops, return_exceptions=True)
         await gateway.close()
         await follower.close()
+        if app.state.tracing is not None:
+            await asyncio.to_thread(app.state.tracing.close)
         await probe.aclose()
         await redis.aclose()
 

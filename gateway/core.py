@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -18,6 +19,7 @@ from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.pulse import Pulse
 from gateway.store import JobRef, NewJob, Store
+from gateway.tracing import current_traceparent
 from gateway.waiting import Waiting
 from headrace.config import GatewaySettings
 from headrace.messages import Event
@@ -77,6 +79,7 @@ class Gateway:
         return await self.pulse.guard(self.store.fork(job, events, prompt_tokens=prompt_tokens))
 
     async def _submit(self, job: NewJob) -> JobRef:
+        job = _traced(job)
         try:
             return await self.pulse.guard(self.store.submit(job))
         except (RedisError, OSError):
@@ -141,6 +144,14 @@ class Gateway:
         await self._cancel([ref])
         await asyncio.sleep(CANCEL_RETRY_S)
         await self._cancel([ref])
+
+
+def _traced(job: NewJob) -> NewJob:
+    """The caller's own `traceparent` field goes before its header."""
+    current = current_traceparent()
+    if current is None or "traceparent" in job.fields:
+        return job
+    return replace(job, fields={**job.fields, "traceparent": current})
 
 
 GatewayHere = NamedDependency[Gateway]

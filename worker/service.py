@@ -21,6 +21,7 @@ from headrace.keys import Keys
 from headrace.script_types import EmitItem, EmitOutcome, HeldJob, Renewed
 from headrace.scripts import Scripts, SyncScripts
 from headrace.submission import Limits
+from headrace.tracing import start_tracing
 from worker.engine.engine import Engine
 from worker.engine_thread import EngineThread, StepReport
 from worker.metrics import Live, WorkerMetrics
@@ -31,6 +32,7 @@ from worker.queue.intake import Admitted, Intake, ServedModel
 from worker.queue.lease import LeaseCallbacks, LeaseKeeper
 from worker.queue.publisher import Publisher
 from worker.queue.running import RunningJobs
+from worker.tracing import JobTraces
 
 log = structlog.get_logger("headrace.worker")
 
@@ -95,6 +97,8 @@ class WorkerService:
         self._card = Card(self._redis, self._keys, settings.worker_id, card)
         info = {"pool": settings.pool, "worker": settings.worker_id, "model": model.name}
         self._metrics = WorkerMetrics(self._live, info | {"fingerprint": model.fingerprint})
+        tracing = start_tracing("headrace-worker")
+        self._traces = JobTraces(tracing, settings.worker_id, model.name) if tracing else None
 
     def _lease_keeper(self) -> LeaseKeeper:
         def on_renewed(renewed: Renewed) -> None:
@@ -198,6 +202,8 @@ class WorkerService:
         publisher.cancel()
         await asyncio.gather(publisher, return_exceptions=True)
         await asyncio.to_thread(self._leases.stop)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
         self._sync_redis.close()
         for client in (self._redis, self._blocking, self._pubsub):
             with suppress(RedisError, OSError):
@@ -237,10 +243,14 @@ class WorkerService:
 
     def _take(self, admitted: Admitted) -> None:
         self._metrics.took(admitted)
+        if self._traces is not None:
+            self._traces.took(admitted)
         self._jobs.take(admitted)
 
     def _settle(self, items: Sequence[EmitItem], outcomes: Sequence[EmitOutcome]) -> None:
         self._metrics.settled(items, outcomes)
+        if self._traces is not None:
+            self._traces.settled(items, outcomes)
         self._jobs.settle(items, outcomes)
         self._engine.nudge()
 
@@ -310,7 +320,9 @@ class WorkerService:
         if self._report is not None:
             stats = self._report.stats
             held = {"held": len(self._jobs)}
-            self._metrics.keep(self._jobs.__contains__)
+            for observer in (self._metrics, self._traces):
+                if observer is not None:
+                    observer.keep(self._jobs.__contains__)
             await self._card.write(held | card_numbers(stats) | self._utilisation.sums())
             self._tell_ready()
 
