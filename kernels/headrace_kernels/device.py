@@ -11,7 +11,7 @@ WAVES = 2  # programs for each multiprocessor from which on more of them gain no
 
 
 def widens(dtype: torch.dtype) -> bool:
-    """Whether operands of a product are widened to fp32 first: the interpreter multiplies bf16 as integers."""
+    """Whether a product's operands become fp32 first: the interpreter multiplies bf16 as integers."""
     return INTERPRETED and dtype not in (torch.float32, torch.float16)
 
 

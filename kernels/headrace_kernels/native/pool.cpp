@@ -150,7 +150,7 @@ Shared& shared() {
 }
 
 struct Scratch {
-  static constexpr int SLOTS = 8;
+  static constexpr int SLOTS = 12;
   void* memory[SLOTS] = {};
   size_t size[SLOTS] = {};
   ~Scratch() {

@@ -9,7 +9,8 @@ enum ScratchSlot {
   SLOT_QUANTISED_ROWS,  // the same in bytes
   SLOT_TILE,         // a product's sums, before the epilogue
   SLOT_UNPACKED,     // one block of a quantised panel
-  SLOT_ATTENTION,
+  SLOT_ATTENTION,    // outputs and scores of a task
+  SLOT_KEYS,
   SLOT_ROW,
   SLOT_STEP,         // of the calling thread: a decoder step's activations
 };

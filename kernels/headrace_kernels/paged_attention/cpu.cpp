@@ -25,9 +25,9 @@ void with_rows(int rows, F&& f) {
   f(std::integral_constant<int, N>{});
 }
 
-// Consecutive tokens of one sequence, and one KV head with its query heads.
+// Consecutive tokens of one sequence, and a KV head with its query heads: the first of `kv_heads` to be done.
 struct Task {
-  int sequence, kv_head, first, tokens;
+  int sequence, first, tokens, kv_head, kv_heads;
 };
 
 class Attention {
@@ -39,9 +39,11 @@ class Attention {
         tokens_per_task_(std::max(1, MAX_ROWS / group_)) {}
 
   void run() const {
-    const int chunks = chunk_count();
-    auto body = [&](int index) { attend(find(index)); };
-    parallel(chunks * shape_.kv_heads, body);
+    // All heads of a chunk in one go where there are chunks enough to share out: each head's last tile fetches the
+    // next one's first.
+    const int chunks = chunk_count(), heads = chunks >= 8 * thread_count() ? shape_.kv_heads : 1;
+    const int parts = shape_.kv_heads / heads;
+    parallel(chunks * parts, [&](int index) { attend(find(index / parts, index % parts * heads, heads)); });
   }
 
  private:
@@ -54,11 +56,11 @@ class Attention {
   }
 
   // Chunks at the end of a long prompt have the most keys: they come first, so that no thread is left with one.
-  Task find(int index) const {
-    int chunk = index / shape_.kv_heads, sequence = sequences_.count - 1;
+  Task find(int chunk, int kv_head, int kv_heads) const {
+    int sequence = sequences_.count - 1;
     while (chunk >= chunks_of(sequence)) chunk -= chunks_of(sequence--);
     const int first = (chunks_of(sequence) - 1 - chunk) * tokens_per_task_;
-    return {sequence, index % shape_.kv_heads, first, std::min(tokens_per_task_, tokens(sequence) - first)};
+    return {sequence, first, std::min(tokens_per_task_, tokens(sequence) - first), kv_head, kv_heads};
   }
 
   // Rows of a task: row r is token r / group_, head r % group_ of the KV head.
@@ -71,23 +73,32 @@ class Attention {
     int64_t ld_out;
   };
 
-  void attend(const Task& task) const {
+  void attend(Task task) const {
     Rows rows;
-    begin(task, rows);
     const int64_t first_position = sequences_.starts[task.sequence] + task.first;
     const int64_t end = first_position + task.tokens;
     const int64_t first_key = options_.window ? std::max<int64_t>(0, first_position + 1 - options_.window) : 0;
-    for (int64_t tile = first_key / TILE_KEYS * TILE_KEYS; tile < end; tile += TILE_KEYS)
-      add_tile(task, tile, static_cast<int>(std::min<int64_t>(TILE_KEYS, end - tile)), first_position, rows);
-    finish(task, rows);
+    const int64_t first_tile = first_key / TILE_KEYS * TILE_KEYS;
+    Tile tiles[2];  // while one is computed, the other is fetched
+    int now = 0;
+    locate(task, task.kv_head, first_tile, end, tiles[0], 0);
+    for (const int last_head = task.kv_head + task.kv_heads; task.kv_head < last_head; task.kv_head++) {
+      begin(task, rows);
+      for (int64_t tile = first_tile; tile < end; tile += TILE_KEYS, now = 1 - now) {
+        const bool ends = tile + TILE_KEYS >= end, any = !ends || task.kv_head + 1 < last_head;
+        if (any)
+          locate(task, task.kv_head + ends, ends ? first_tile : tile + TILE_KEYS, end, tiles[1 - now], 1 - now);
+        add_tile(tiles[now], any ? &tiles[1 - now] : nullptr, first_position, rows);
+      }
+      finish(task, rows);
+    }
   }
 
   void begin(const Task& task, Rows& rows) const {
     rows.count = task.tokens * group_;
     rows.ld_out = padded(shape_.v_dim);
     const size_t out_size = static_cast<size_t>(rows.count) * rows.ld_out;
-    rows.out = scratch<float>(SLOT_ATTENTION, out_size + static_cast<size_t>(rows.count) * TILE_KEYS +
-                                                  static_cast<size_t>(shape_.k_dim) * TILE_KEYS);
+    rows.out = scratch<float>(SLOT_ATTENTION, out_size + static_cast<size_t>(rows.count) * TILE_KEYS);
     rows.scores = rows.out + out_size;
     std::fill_n(rows.out, out_size, 0.0f);
     const float* q = query_ + (sequences_.cu[task.sequence] + task.first) * ld_query_;
@@ -98,64 +109,76 @@ class Attention {
     }
   }
 
-  const int64_t* table(const Task& task) const { return sequences_.tables + sequences_.table_starts[task.sequence]; }
+  // Where the keys and values of a tile are.
+  struct Tile {
+    int64_t first;
+    int keys;
+    KeyVector key_vectors[KEY_VECTORS];  // past the last key, that one again
+    const float* values[TILE_KEYS];
+  };
 
-  void add_tile(const Task& task, int64_t tile, int keys, int64_t first_position, Rows& rows) const {
-    KeyVector key_vectors[KEY_VECTORS];
-    const float* value_rows_[TILE_KEYS];
-    locate_keys(task, tile, keys, rows.scores + rows.count * TILE_KEYS, key_vectors);
-    locate_values(task, tile, keys, value_rows_);
+  void add_tile(const Tile& tile, const Tile* next, int64_t first_position, Rows& rows) const {
+    const int key_vectors = (tile.keys + LANES - 1) / LANES;
     for (int r = 0; r < rows.count; r += TILE_ROWS)
-      score(std::min(TILE_ROWS, rows.count - r), rows.q + r, key_vectors, (keys + LANES - 1) / LANES,
+      score(std::min(TILE_ROWS, rows.count - r), rows.q + r, tile, r ? nullptr : next, key_vectors,
             rows.scores + r * TILE_KEYS);
-    for (int r = 0; r < rows.count; r++) soften(first_position + r / group_ - tile, keys, r, rows);
+    for (int r = 0; r < rows.count; r++) soften(first_position + r / group_ - tile.first, tile.keys, r, rows);
     for (int r = 0; r < rows.count; r += TILE_ROWS)
-      weigh(std::min(TILE_ROWS, rows.count - r), rows.scores + r * TILE_KEYS, value_rows_, keys, rows.decay + r,
+      weigh(std::min(TILE_ROWS, rows.count - r), rows.scores + r * TILE_KEYS, tile, r ? nullptr : next, rows.decay + r,
             rows.out + r * rows.ld_out, rows.ld_out);
   }
 
-  void locate_values(const Task& task, int64_t tile, int keys, const float** rows) const {
+  void locate(const Task& task, int kv_head, int64_t first, int64_t end, Tile& tile, int slot) const {
+    tile.first = first;
+    tile.keys = static_cast<int>(std::min<int64_t>(end - first, TILE_KEYS));
     const int bs = shape_.block_size;
-    for (int j = 0; j < keys; j++) {
-      const int64_t position = tile + j, block = table(task)[position / bs];
-      rows[j] = values_ + ((block * shape_.kv_heads + task.kv_head) * bs + position % bs) * shape_.v_dim;
+    const bool whole_vectors = bs % LANES == 0;
+    int64_t entry = first / bs, offset = first % bs;
+    for (int j = 0; j < tile.keys;) {
+      const int64_t block = sequences_.tables[sequences_.table_starts[task.sequence] + entry] * shape_.kv_heads + kv_head;
+      const float* values = values_ + (block * bs + offset) * shape_.v_dim;
+      const float* keys = keys_ + block * shape_.k_dim * bs + offset;
+      const int count = static_cast<int>(std::min<int64_t>(bs - offset, tile.keys - j));
+      for (int i = 0; i < count; i++) tile.values[j + i] = values + i * shape_.v_dim;
+      if (whole_vectors)
+        for (int i = 0; i < count; i += LANES) tile.key_vectors[(j + i) / LANES] = {keys + i, bs};
+      j += count;
+      entry++;
+      offset = 0;
     }
+    std::fill(tile.values + tile.keys, tile.values + TILE_KEYS, tile.values[tile.keys - 1]);
+    const int vectors = (tile.keys + LANES - 1) / LANES;
+    if (whole_vectors) std::fill(tile.key_vectors + vectors, tile.key_vectors + KEY_VECTORS, tile.key_vectors[vectors - 1]);
+    else copy_keys(task, kv_head, tile, slot);
   }
 
-  void locate_keys(const Task& task, int64_t tile, int keys, float* copy, KeyVector* vectors) const {
+  // For block sizes that are no multiple of sixteen: the same numbers side by side. Of two tiles each has its copy.
+  void copy_keys(const Task& task, int kv_head, Tile& tile, int slot) const {
     const int bs = shape_.block_size;
-    for (int v = 0; v * LANES < keys; v++) {
-      const int64_t position = tile + v * LANES;
-      if (bs % LANES == 0) {
-        vectors[v] = {key_block(task, position) + position % bs, bs};
-      } else {
-        copy_keys(task, position, std::min(LANES, keys - v * LANES), copy + v * LANES);
-        vectors[v] = {copy + v * LANES, TILE_KEYS};
+    float* copy = scratch<float>(SLOT_KEYS, 2 * static_cast<size_t>(shape_.k_dim) * TILE_KEYS) + slot * shape_.k_dim * TILE_KEYS;
+    for (int j = 0; j < (tile.keys + LANES - 1) / LANES * LANES; j++) {
+      const int64_t position = tile.first + j;
+      const float* from = nullptr;
+      if (j < tile.keys) {
+        const int64_t block = sequences_.tables[sequences_.table_starts[task.sequence] + position / bs];
+        from = keys_ + (block * shape_.kv_heads + kv_head) * shape_.k_dim * bs + position % bs;
       }
+      for (int i = 0; i < shape_.k_dim; i++) copy[i * TILE_KEYS + j] = from ? from[static_cast<int64_t>(i) * bs] : 0.0f;
     }
+    for (int v = 0; v < KEY_VECTORS; v++) tile.key_vectors[v] = {copy + v * LANES, TILE_KEYS};
   }
 
-  const float* key_block(const Task& task, int64_t position) const {
-    const int64_t block = table(task)[position / shape_.block_size];
-    return keys_ + (block * shape_.kv_heads + task.kv_head) * shape_.k_dim * shape_.block_size;
+  void score(int rows, const float* const* q, const Tile& tile, const Tile* next, int key_vectors, float* scores) const {
+    with_rows<TILE_ROWS>(rows, [&](auto n) {
+      score_rows<decltype(n)::value>(q, tile.key_vectors, next ? next->key_vectors : nullptr, key_vectors, shape_.k_dim, scores);
+    });
   }
 
-  // For block sizes that are no multiple of sixteen: the same numbers side by side.
-  void copy_keys(const Task& task, int64_t position, int keys, float* copy) const {
-    const int bs = shape_.block_size;
-    for (int i = 0; i < shape_.k_dim; i++)
-      for (int j = 0; j < LANES; j++)
-        copy[i * TILE_KEYS + j] = j < keys ? key_block(task, position + j)[i * bs + (position + j) % bs] : 0.0f;
-  }
-
-  void score(int rows, const float* const* q, const KeyVector* keys, int key_vectors, float* scores) const {
-    with_rows<TILE_ROWS>(rows, [&](auto n) { score_rows<decltype(n)::value>(q, keys, key_vectors, shape_.k_dim, scores); });
-  }
-
-  void weigh(int rows, const float* weights, const float* const* values, int keys, const float* decay, float* out,
+  void weigh(int rows, const float* weights, const Tile& tile, const Tile* next, const float* decay, float* out,
              int64_t ld_out) const {
     with_rows<TILE_ROWS>(rows, [&](auto n) {
-      value_rows<decltype(n)::value>(weights, values, keys, shape_.v_dim, decay, out, ld_out);
+      value_rows<decltype(n)::value>(weights, tile.values, next ? next->values : nullptr, tile.keys, shape_.v_dim, decay,
+                                     out, ld_out);
     });
   }
 

@@ -17,14 +17,15 @@ struct KeyVector {
   int64_t stride;
 };
 
-// scores[r][64 keys from first * 16 on] = q[r] . k
+// scores[r][64 keys from first * 16 on] = q[r] . k. `next` (or null): keys that are fetched meanwhile, as many.
 template <int MR, int NV>
-HR_INLINE void score_block(const float* const* q, const KeyVector* keys, int k_dim, float* scores) {
+HR_INLINE void score_block(const float* const* q, const KeyVector* keys, const KeyVector* next, int k_dim, float* scores) {
   F16 acc[MR][NV];
   repeat<MR>([&](auto r) HR_LAMBDA { repeat<NV>([&](auto v) HR_LAMBDA { acc[r][v] = zero(); }); });
   for (int i = 0; i < k_dim; i++) {
     F16 k[NV];
     repeat<NV>([&](auto v) HR_LAMBDA { k[v] = load(keys[v].base + i * keys[v].stride); });
+    if (next) repeat<NV>([&](auto v) HR_LAMBDA { __builtin_prefetch(next[v].base + i * next[v].stride, 0, 2); });
     repeat<MR>([&](auto r) HR_LAMBDA {
       F16 a = set1(q[r][i]);
       repeat<NV>([&](auto v) HR_LAMBDA { acc[r][v] = fma(a, k[v], acc[r][v]); });
@@ -36,17 +37,18 @@ HR_INLINE void score_block(const float* const* q, const KeyVector* keys, int k_d
 }
 
 template <int MR>
-void score_rows(const float* const* q, const KeyVector* keys, int key_vectors, int k_dim, float* scores) {
+void score_rows(const float* const* q, const KeyVector* keys, const KeyVector* next, int key_vectors, int k_dim,
+                float* scores) {
   int v = 0;
   for (; v + TILE_VECTORS <= key_vectors; v += TILE_VECTORS)
-    score_block<MR, TILE_VECTORS>(q, keys + v, k_dim, scores + v * LANES);
-  for (; v < key_vectors; v++) score_block<MR, 1>(q, keys + v, k_dim, scores + v * LANES);
+    score_block<MR, TILE_VECTORS>(q, keys + v, next ? next + v : nullptr, k_dim, scores + v * LANES);
+  for (; v < key_vectors; v++) score_block<MR, 1>(q, keys + v, nullptr, k_dim, scores + v * LANES);
 }
 
-// out[r] = out[r] * decay[r] + weights[r] . values, NV registers of columns from `column` on; `tail` columns if NV is 0.
+// out[r] = out[r] * decay[r] + weights[r] . values, NV registers of columns from `column` on. `next` as above.
 template <int MR, int NV>
-HR_INLINE void value_block(const float* weights, const float* const* values, int keys, int column, const float* decay,
-                           float* out, int64_t ld_out) {
+HR_INLINE void value_block(const float* weights, const float* const* values, const float* const* next, int keys,
+                           int column, const float* decay, float* out, int64_t ld_out) {
   F16 acc[MR][NV];
   repeat<MR>([&](auto r) HR_LAMBDA {
     repeat<NV>([&](auto v) HR_LAMBDA {
@@ -56,6 +58,7 @@ HR_INLINE void value_block(const float* weights, const float* const* values, int
   for (int j = 0; j < keys; j++) {
     F16 value[NV];
     repeat<NV>([&](auto v) HR_LAMBDA { value[v] = load(values[j] + column + v * LANES); });
+    if (next) repeat<NV>([&](auto v) HR_LAMBDA { __builtin_prefetch(next[j] + column + v * LANES, 0, 2); });
     repeat<MR>([&](auto r) HR_LAMBDA {
       F16 p = set1(weights[r * TILE_KEYS + j]);
       repeat<NV>([&](auto v) HR_LAMBDA { acc[r][v] = fma(p, value[v], acc[r][v]); });
@@ -78,13 +81,13 @@ inline void value_tail(int rows, const float* weights, const float* const* value
 }
 
 template <int MR>
-void value_rows(const float* weights, const float* const* values, int keys, int v_dim, const float* decay, float* out,
-                int64_t ld_out) {
+void value_rows(const float* weights, const float* const* values, const float* const* next, int keys, int v_dim,
+                const float* decay, float* out, int64_t ld_out) {
   int column = 0;
   for (; column + TILE_VECTORS * LANES <= v_dim; column += TILE_VECTORS * LANES)
-    value_block<MR, TILE_VECTORS>(weights, values, keys, column, decay, out, ld_out);
+    value_block<MR, TILE_VECTORS>(weights, values, next, keys, column, decay, out, ld_out);
   for (; column + LANES <= v_dim; column += LANES)
-    value_block<MR, 1>(weights, values, keys, column, decay, out, ld_out);
+    value_block<MR, 1>(weights, values, next, keys, column, decay, out, ld_out);
   if (column < v_dim) value_tail(MR, weights, values, keys, column, v_dim - column, decay, out, ld_out);
 }
 

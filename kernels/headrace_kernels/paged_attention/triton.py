@@ -130,7 +130,9 @@ def _split(
 
 
 @triton.jit
-def _rows(program, kv_head, block_seq, block_first, cu, starts, window, WINDOWED: tl.constexpr, SHAPE: tl.constexpr):
+def _rows(
+    program, kv_head, block_seq, block_first, cu, starts, window, WINDOWED: tl.constexpr, SHAPE: tl.constexpr
+):
     """Which tokens and heads a program's rows are, and which keys they may see: low … kv_len - 1."""
     GROUP: tl.constexpr = SHAPE[1]
     ROWS: tl.constexpr = SHAPE[7]
@@ -337,7 +339,7 @@ def pack_sequences(
     tables = np.zeros((len(lengths), int(lengths.max(initial=1))), np.int32)
     for row, table in zip(tables, block_tables, strict=True):
         row[: len(table)] = table
-    parts = [cu, starts, tables.ravel()]
+    parts: list[npt.NDArray[np.integer]] = [cu, starts, tables.ravel()]
     for group in groups:
         parts += programs_of(cu, group)
     on_device = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
@@ -381,13 +383,13 @@ def paged_attention(
     if not len(block_seq):
         return out
     rows = rows_of(group)
-    shape = (kv_heads, group, k_dim, v_dim, block_of(k_dim), block_of(v_dim), block_size, rows, rows // group)
-    shape = (*shape, TILE, SPLIT)
+    padded = (block_of(k_dim), block_of(v_dim))
+    shape = (kv_heads, group, k_dim, v_dim, *padded, block_size, rows, rows // group, TILE, SPLIT)
     splits = -(-sequences.longest // SPLIT)
     if at_once is None:
         at_once = splits > 1 and len(block_seq) * kv_heads < wanted_programs(query.device)
     splits = splits if at_once else 0
-    parts = query.new_empty(len(block_seq), kv_heads, splits, rows, shape[5] + 2, dtype=torch.float32)
+    parts = query.new_empty(len(block_seq), kv_heads, splits, rows, padded[1] + 2, dtype=torch.float32)
     flat, count = parts.view(-1), parts[..., 0].numel()
     part_out, part_top, part_total = flat[2 * count :], flat[:count], flat[count : 2 * count]
     k_scales, v_scales = scales or (parts, parts)
