@@ -17,6 +17,8 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 T = TypeVar("T")
 OPENING = b": headrace\n\n"
 PING = b": ping\n\n"
+LAGGING = b": lagging\n\n"
+LAGGING_S = 1.0
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -106,8 +108,12 @@ class EventStream(Response[bytes]):
                 chunk, upcoming = _take(upcoming)
                 if chunk is None:
                     return True
+                before_s = time.monotonic()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 quiet_since_s = time.monotonic()
+                if quiet_since_s - before_s > LAGGING_S:
+                    # Its socket was full: the events meanwhile wait in the log, and it gets every one.
+                    await send({"type": "http.response.body", "body": LAGGING, "more_body": True})
         finally:
             if upcoming is not None:
                 await _stop(upcoming)

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+import gateway.stream as gateway_stream
+
 pytestmark = pytest.mark.redis
 
 
@@ -54,6 +56,7 @@ async def test_a_reader_that_stops_reading_holds_up_nobody(
     fast = await http.get(f"/v1/jobs/{job_id}/events", timeout=60)
     assert fast.text.count("event: delta") == 1000
     assert "headrace_gateway_streams_in_flight 1.0" in (await http.get("/metrics")).text
+    await asyncio.sleep(gateway_stream.LAGGING_S)  # what makes a reader a slow one
     seen = bytearray()
     while not seen.endswith(b"0\r\n\r\n"):
         async with asyncio.timeout(20):
@@ -61,5 +64,43 @@ async def test_a_reader_that_stops_reading_holds_up_nobody(
         assert piece
         seen += piece
     slow.close()
+    assert b": lagging\n\n" in seen
+    assert ": lagging" not in fast.text
     ids = [line for line in bytes(seen).split(b"\n") if line.startswith(b"id: ")]
     assert ids == [b"id: %d" % seq for seq in range(1, 1003)]
+
+
+async def test_a_thousand_streams_at_once(gateway: Any, http: Any, worker: Any, db: Any, kit: Any) -> None:
+    worker.gate.clear()
+    job_id = (await http.post("/v1/jobs", json={"prompt": "x", "max_tokens": 3})).json()["id"]
+    streams = [asyncio.create_task(_read_all(gateway.port, job_id)) for _ in range(1000)]
+    connections = len(await db.client_list())
+
+    async def all_open() -> bool:
+        return "headrace_gateway_streams_in_flight 1000.0" in (await http.get("/metrics")).text
+
+    await kit.eventually(all_open, timeout_s=90)
+    assert len(await db.client_list()) <= connections + 16
+    assert len(await kit.channels(db)) == 1  # one subscription, however many read
+    worker.gate.set()
+    bodies = await asyncio.gather(*streams)
+    assert len(set(bodies)) == 1
+    assert [line for line in bodies[0].split(b"\n") if line.startswith(b"id: ")] == [
+        b"id: %d" % seq for seq in range(1, 6)
+    ]
+
+    async def quiet() -> bool:
+        none_open = "headrace_gateway_streams_in_flight 0.0" in (await http.get("/metrics")).text
+        return none_open and await kit.channels(db) == []
+
+    await kit.eventually(quiet)
+
+
+async def _read_all(port: int, job_id: str) -> bytes:
+    """What a stream says, without the heartbeats that a busy machine lets in."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    body = (await reader.read()).split(b"\r\n\r\n", 1)[1]
+    writer.close()
+    await writer.wait_closed()
+    return body.replace(b"%x\r\n%b\r\n" % (len(gateway_stream.PING), gateway_stream.PING), b"")
