@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
 from headrace_kernels.dispatch import Backend, BackendError, resolve
 from headrace_kernels.native.build import find_compiler, runnable_isas
