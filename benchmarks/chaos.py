@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import redis
 from rich.console import Console
@@ -101,6 +102,13 @@ class Fleet:
         command = [sys.executable, "-m", "worker", *self._flags, "--worker-id", f"w{self._started}"]
         with (self._folder / f"w{self._started}.log").open("wb") as out:
             self.workers.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+
+    def wait_ready(self, client: Any) -> None:
+        """Raises RuntimeError if a worker ends instead."""
+        while client.zcard(Keys(POOL).workers) < len(self.workers):
+            if any(worker.poll() is not None for worker in self.workers):
+                raise RuntimeError("a worker did not start: see its log (--keep)")
+            time.sleep(0.05)
 
     def kill(self, worker: subprocess.Popen[bytes]) -> None:
         worker.kill()
@@ -270,6 +278,8 @@ def main() -> int:
         server.start()
         for _ in range(args.workers):
             fleet.add()
+        with server.client() as client:
+            fleet.wait_ready(client)
         figures = asyncio.run(rehearse(args, server, fleet))
     finally:
         fleet.stop()

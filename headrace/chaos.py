@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -21,6 +21,7 @@ from headrace.client import Client
 from headrace.errors import HeadraceError
 from headrace.messages import Delta, End, Event, Finish
 
+T = TypeVar("T")
 MARKER = "hr:chaos"  # a Redis without this key is not to be fired at
 PATIENCE_S = 60.0  # a job may be silent for this long under fire
 THEMES = (
@@ -149,19 +150,14 @@ class Crowd:
                     heard.gaps_s.append(now_s - last_s)
                 last_s = now_s
                 heard.events.append(event)
-        state = await self._client.poll(heard.job_id)
+        state = await _patiently(lambda: self._client.poll(heard.job_id))
         heard.attempt = state.attempt if state else 0
         if state is None or not state.ended or state.seq != heard.events[-1].seq:
             heard.fault = f"state {state and (state.status, state.seq)} after the end"
 
     async def _submit(self, heard: Heard) -> float:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                try:
-                    await self._client.submit(job_id=heard.job_id, **heard.request.fields)
-                    return time.monotonic()
-                except (RedisError, OSError):
-                    await asyncio.sleep(0.1)
+        await _patiently(lambda: self._client.submit(job_id=heard.job_id, **heard.request.fields))
+        return time.monotonic()
 
     def _judge(self, heard: Heard) -> str:
         said, expected = spoken(heard.events), heard.request.expected
@@ -180,6 +176,15 @@ class Crowd:
         if not expected:
             return "" if said[-1][2] == "done" else f"undisturbed run ended {said[-1]}"
         return "" if said == expected else _difference(said, expected)
+
+
+async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await call()
+            except (RedisError, OSError):
+                await asyncio.sleep(0.1)
 
 
 def _difference(said: Spoken, expected: Spoken) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import jobs, keys, status, verify
+from headrace.cli import chaos, dead, jobs, keys, status, verify
 from headrace.cli.options import with_one_line_errors
 from headrace.models import resolve_model
 
@@ -24,6 +24,8 @@ jobs.register(app)
 status.register(app)
 keys.register(app)
 verify.register(app)
+dead.register(app)
+chaos.register(app)
 
 
 @app.command()

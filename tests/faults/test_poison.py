@@ -24,9 +24,7 @@ def test_the_culprit_is_found_and_the_innocent_get_through(pool, tools, keep):
     together = [death["together"] for death in history]
     assert together == sorted(together, reverse=True)
     assert together.count(1) == 2
-    assert (
-        len(keeper.deaths) <= 6
-    )  # 8, 4, 2, 1, 1 ran together, if all were there at first
+    assert len(keeper.deaths) <= 6  # 8, 4, 2, 1, 1 ran together, if all were there at first
     tools.eventually(pool.drained)
 
 

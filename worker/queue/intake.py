@@ -16,12 +16,13 @@ import msgspec
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace.errors import HeadraceError
 from headrace.keys import Keys
 from headrace.log import read_log
-from headrace.messages import CLASSES, Job, JobClass, SamplingParams
+from headrace.messages import CLASSES, Event, Job, JobClass, SamplingParams
 from headrace.script_types import Claimed, ClaimItem, Entry, HeldJob
 from headrace.scripts import Scripts
 from headrace.submission import Limits, NewerVersion, job_id_of, parse_entry
@@ -34,7 +35,7 @@ from worker.text.stream import TextStream
 
 log = structlog.get_logger("headrace.intake")
 
-CLAIM_RETRIES_S = (0.05, 0.2, 0.5)
+CLAIM_RETRIES_S = READ_RETRIES_S = (0.05, 0.2, 0.5)
 FIRST_PROBATION_TOKENS = 4  # doubled with each attempt: what crashes later is caught later
 MAX_PROBATION_TOKENS = 4_096
 INLINE_PROMPT_CHARS = 8_192  # longer ones are tokenised beside the event loop
@@ -123,7 +124,11 @@ class Intake:
             if claim.outcome != "run":
                 log.info("job_not_run", job=job.id, outcome=claim.outcome)
                 continue
-            one = await self._admit_one(job, error, claim, claimed_at_s)
+            try:
+                one = await self._admit_one(job, error, claim, claimed_at_s)
+            except (RedisError, OSError) as problem:  # its lease runs out, and somebody reads the log then
+                log.warning("log_unread", job=job.id, error=type(problem).__name__)
+                continue
             admitted.append(replace(one, probation_tokens=_probation(claim) if apart else 0))
         return admitted
 
@@ -179,6 +184,8 @@ class Intake:
             running = self._running(job, claim, prompt_ids)
             running.fail(refusal, undecodable=isinstance(refusal, NewerVersion) or refusal.field == "body")
             return Admitted(held, running, None, claimed_at_s)
+        except (RedisError, OSError):
+            raise
         except Exception:
             log.exception("intake_failed", job=job.id)
             running = self._running(job, claim, prompt_ids)
@@ -219,10 +226,17 @@ class Intake:
     async def _rebuild(self, job: Job, claim: Claimed, prompt_ids: list[int]) -> RunningJob:
         if claim.last_seq == 0:
             return self._running(job, claim, prompt_ids)
-        events = await read_log(self._redis, self._keys, job.id)
+        events = await self._read_log(job.id)
         if len(events) != claim.last_seq:
             raise HeadraceError("lost", f"The log holds {len(events)} of {claim.last_seq} events.")
         return self._running(job, claim, prompt_ids, events=events)
+
+    async def _read_log(self, job_id: str) -> list[Event]:
+        for retry_s in READ_RETRIES_S:
+            with suppress(RedisConnectionError, RedisTimeoutError, OSError):
+                return await read_log(self._redis, self._keys, job_id)
+            await asyncio.sleep(retry_s)
+        return await read_log(self._redis, self._keys, job_id)
 
     def _running(
         self, job: Job, claim: Claimed, prompt_ids: list[int], events: Sequence[object] = ()
