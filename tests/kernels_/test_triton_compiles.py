@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles to machine code for a card that is not here. Whether it is right is not seen."""
+"""Every Triton kernel compiles to machine code for a card that is not here; whether it is right is unseen."""
 
 from __future__ import annotations
 
