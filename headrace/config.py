@@ -129,6 +129,10 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
     lease_ms: Annotated[
         int, Meta(ge=100, description="A worker silent for this long loses its jobs to others, ms.")
     ] = 5_000
+    stall_timeout_s: Annotated[
+        float,
+        Meta(ge=0, description="A step that takes this long ends the worker, and others go on, s; 0: never."),
+    ] = 60.0
     max_attempts: Annotated[
         int, Meta(ge=1, description="Workers that may die over a job that runs alone before it is given up.")
     ] = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class EngineThread:
         self._stopping = False
         self._added_total = 0
         self._step = -1
+        self._step_began_s: float | None = None
         self._stalled = False  # the last step had nothing to compute: only time or a command changes that
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -87,6 +89,11 @@ class EngineThread:
         with self._wake:
             self._wake.notify()
 
+    def stuck_s(self) -> float:
+        """For how long the step under way has been computed; 0 when none is."""
+        began_s = self._step_began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
     def stop(self, timeout_s: float) -> bool:
         """Ends after the step under way. Returns whether the thread has ended in time."""
         with self._wake:
@@ -102,7 +109,9 @@ class EngineThread:
                 outputs = self._carry_out(commands)
                 stepped = self._engine.has_work and self._may_run()
                 if stepped:
+                    self._step_began_s = time.monotonic()
                     outputs.extend(self._engine.step())
+                    self._step_began_s = None
                 step_before, self._step = self._step, self._report(outputs).step
                 self._stalled = stepped and self._step == step_before
         except BaseException as error:

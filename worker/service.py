@@ -33,6 +33,7 @@ from worker.queue.lease import LeaseCallbacks, LeaseKeeper
 from worker.queue.publisher import Publisher
 from worker.queue.running import RunningJobs
 from worker.tracing import JobTraces
+from worker.watchdog import Watchdog
 
 log = structlog.get_logger("headrace.worker")
 
@@ -73,6 +74,7 @@ class WorkerService:
             on_report=lambda report: self._hand_over(self._handle_report, report),
             on_fatal=lambda error: self._hand_over(self._handle_fatal, error),
         )
+        self._watchdog = Watchdog(self._engine.stuck_s, settings.stall_timeout_s)
         self._reported = asyncio.Event()
         self._jobs = RunningJobs(self._leases, self._publisher, self._engine.send, self._handle_lost)
         self._claimer = Claimer(
@@ -138,6 +140,7 @@ class WorkerService:
             self._metrics.serve(self._settings.metrics_host, self._settings.metrics_port)
         await self._wait_for_redis()
         self._engine.start()
+        self._watchdog.start()
         self._leases.start()
         publisher = asyncio.create_task(self._publisher.run())
         loops = self._start_loops()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from worker.text.codec import TextCodec
 from worker.text.tokenizer_files import TokenizerSource
 
 NAME = "simulated"
+OPTIONS = {"step_ms": float, "token_ms": float, "crash_on": str, "hang_on": str, "max_model_len": int}
 WORDS = ("river", "stone", "Wasser", "señal", "été", "水車", "発電", "поток", "🌊", "👩‍🔬", "and", "the", "a")
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 _GREEDY_BELOW = 1e-5
@@ -29,11 +31,15 @@ _GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """A step takes `step_ms`, and `token_ms` a token. A prompt with `crash_on` in it ends the process."""
+    """A step takes `step_ms`, and `token_ms` a token.
+
+    A prompt with `crash_on` in it ends the process; with `hang_on`, its step never ends.
+    """
 
     step_ms: float = 5.0
     token_ms: float = 0.05
     crash_on: str = ""
+    hang_on: str = ""
     max_model_len: int = 8192
 
 
@@ -46,8 +52,7 @@ def parse(model: str) -> SimulatedModel | None:
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
         try:
-            kind = {"step_ms": float, "token_ms": float, "crash_on": str, "max_model_len": int}[key]
-            values[key] = kind(value)
+            values[key] = OPTIONS[key](value)
         except (KeyError, ValueError):
             raise ConfigError(
                 f"HEADRACE_MODEL={model}: {option!r} is no option of the simulated model"
@@ -61,6 +66,7 @@ class SimulatedRunner:
     def __init__(self, model: SimulatedModel, codec: TextCodec) -> None:
         self._model = model
         self._crash_ids = codec.encode_prompt(model.crash_on) if model.crash_on else []
+        self._hang_ids = codec.encode_prompt(model.hang_on) if model.hang_on else []
         self._answers: dict[int, Answer] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -69,6 +75,8 @@ class SimulatedRunner:
         for sequence in plan.sequences:
             if self._crash_ids and _contains(sequence.token_ids, self._crash_ids):
                 os._exit(139)
+            if self._hang_ids and _contains(sequence.token_ids, self._hang_ids):
+                threading.Event().wait()
             if sequence.sample is not None:
                 sampled[sequence.seq_id] = self._draw(sequence.seq_id, sequence.sample)
         return StepResult(sampled)

@@ -213,6 +213,18 @@ def test_redis_restarted_under_a_running_job(pool, tools, redis_server):
     assert tools.text_of(events) == tools.answer("redo", 60)
 
 
+def test_a_worker_whose_step_never_ends_leaves_and_another_goes_on(pool, tools):
+    stuck = pool.start("--stall-timeout-s", "1", model="simulated:hang_on=HANG,step_ms=10")
+    job = pool.submit(prompt="neighbour", max_tokens=200, temperature=0)
+    pool.wait_tokens(job, 5)
+    culprit = pool.submit(prompt="HANG", max_tokens=5, temperature=0)
+    assert stuck.wait(10) == 70
+    assert "engine_stuck" in stuck.stderr.read()
+    pool.start()
+    assert tools.text_of(pool.wait_end(job)) == tools.answer("neighbour", 200)
+    assert tools.text_of(pool.wait_end(culprit)) == tools.answer("HANG", 5)
+
+
 def test_twelve_jobs_over_two_workers_finish_once_each(pool, tools):
     pool.start("--max-num-seqs", "4", step_ms=3)
     pool.start("--max-num-seqs", "4", step_ms=3)
