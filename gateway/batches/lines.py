@@ -17,14 +17,17 @@ from gateway.openai.completions import TextWriter
 from gateway.openai.requests import checked_values, completion_params, split_prompts
 from gateway.openai.schema import ChatRequest, CompletionRequest
 from gateway.openai.serve import Head, Writer, total
+from gateway.responses.inputs import body_of, check_request, input_items, messages_of, parse_response
+from gateway.responses.render import response_of
+from gateway.responses.schema import ResponseRequest
 from gateway.store import JobRef, NewJob
 from gateway.submitting import job_of
 from headrace.errors import HeadraceError
 from headrace.messages import Result, SamplingParams, Usage
 from headrace.submission import Prompt, parse_request
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-ENDPOINTS = (CHAT, COMPLETIONS)
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
 MAX_CUSTOM_ID = 512
 
 
@@ -44,28 +47,48 @@ async def plan_line(
     line: InputLine, tenant: str, job_id: str, directory: Directory
 ) -> tuple[NewJob, OpenJob]:
     """The job of a line, of class `low` unless it says otherwise. Raises HeadraceError naming the field."""
-    raw = msgspec.json.encode(line.body)
-    if line.url == CHAT:
-        data: ChatRequest | CompletionRequest = decode(raw, ChatRequest)
-        prompt, params = parse_request("chat", checked_values(data))
-    else:
-        data = decode(raw, CompletionRequest)
-        prompt, params = _completion(data)
+    data, prompt, params = _read_body(line)
     if data.stream:
         raise HeadraceError("invalid_request", "A batch's answers cannot be streamed.", "stream")
     pool = await directory.route(data.model)
     treated = msgspec.structs.replace(data, job_class=data.job_class or "low", tenant=None)
     job = job_of(tenant, treated, JobRef(pool.name, job_id), prompt, params)
+    model = data.model or pool.name
+    of_responses = isinstance(data, ResponseRequest)
     opened = OpenJob(
         job=job_id,
         pool=pool.name,
         custom_id=line.custom_id,
-        model=data.model or pool.name,
+        model=model,
         created_s=int(time.time()),
         num_choices=params.n,
         num_top=params.logprobs,
+        response=body_of(data, params, f"resp_{job_id}", model) if of_responses else None,
     )
     return job, opened
+
+
+def _read_body(line: InputLine) -> tuple[Any, Prompt, SamplingParams]:
+    raw = msgspec.json.encode(line.body)
+    if line.url == CHAT:
+        chat = decode(raw, ChatRequest)
+        return chat, *parse_request("chat", checked_values(chat))
+    if line.url == COMPLETIONS:
+        completion = decode(raw, CompletionRequest)
+        return completion, *_completion(completion)
+    response = decode(raw, ResponseRequest)
+    return response, *_response(response)
+
+
+def _response(data: ResponseRequest) -> tuple[Prompt, SamplingParams]:
+    """Its answer is in the output file and nowhere else."""
+    check_request(data)
+    for name in ("background", "previous_response_id"):
+        if getattr(data, name):
+            raise HeadraceError("invalid_request", f"{name} is not supported in batches.", name)
+    data.store = False
+    system = [{"role": "system", "content": data.instructions}] if data.instructions else []
+    return parse_response(data, [*system, *messages_of(input_items(data))])
 
 
 def _completion(data: CompletionRequest) -> tuple[Prompt, SamplingParams]:
@@ -85,6 +108,8 @@ def answer_line(endpoint: str, job: OpenJob, fields: Mapping[str, str]) -> tuple
         status = fields.get("status") or "failed"
         exc = job_error(error or ({"code": "lost"} if "status" not in fields else None), status)
         return False, refused_line(job.job, job.custom_id, exc)
+    if job.response is not None:
+        return True, _line(job.job, job.custom_id, 200, response_of(job.response, fields))
     result = msgspec.json.decode(fields["result"], type=Result)
     usage = msgspec.json.decode(fields["usage"], type=Usage)
     head = Head(

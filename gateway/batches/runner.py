@@ -29,7 +29,7 @@ from headrace.keys import Keys
 from headrace.messages import ENDED as JOB_ENDED
 from headrace.scripts import Scripts
 
-SLICE_S = 8.0
+SLICE_S = 2.0  # short: a process that dies holds its batch for little more than this
 PAUSE_S = 0.1
 MAX_LINES = 50_000
 MAX_ERRORS = 100
@@ -58,11 +58,11 @@ class BatchRunner:
             if batch is None or batch.status in ENDED:
                 await self._batches.drop_due(batch_id)
                 return
-            if not await self._step(batch):
+            if not await self._step(batch, until_s):
                 await asyncio.sleep(PAUSE_S)
         await self._batches.due_again(batch_id, await redis_now_ms(self._redis))
 
-    async def _step(self, batch: Stored) -> bool:
+    async def _step(self, batch: Stored, until_s: float) -> bool:
         """Whether something happened, so that more may be done at once."""
         if batch.status == "validating":
             await self._validate(batch)
@@ -73,20 +73,20 @@ class BatchRunner:
         jobs = await self._batches.open_jobs(batch.id)
         answered = await self._collect(batch, jobs)
         if ending := await self._ending(batch):
-            return await self._wind_up(batch, jobs, ending) or bool(answered)
+            return await self._wind_up(batch, jobs, ending, until_s) or bool(answered)
         submitted = await self._submit_lines(batch, len(jobs) - answered)
         if not jobs and batch.number("line") >= batch.number("total"):
             await self._batches.move(batch, "finalizing")
             return True
         return bool(answered or submitted)
 
-    async def _wind_up(self, batch: Stored, jobs: dict[int, OpenJob], ending: str) -> bool:
+    async def _wind_up(self, batch: Stored, jobs: dict[int, OpenJob], ending: str, until_s: float) -> bool:
         """Stops what runs; what has been answered stays. Whether the batch has ended."""
         if jobs:
             await self._stop_jobs(jobs)
             return False
-        if ending == "expired":
-            await self._give_up_lines(batch)
+        if ending == "expired" and not await self._give_up_lines(batch, until_s):
+            return False
         await self._finish(await self._batches.find(batch.id) or batch, ending)
         return True
 
@@ -196,16 +196,17 @@ class BatchRunner:
             scripts = Scripts(self._redis, Keys(job.pool))
             await scripts.cancel(job.job, retention_ms=self._settings.retention_ms)
 
-    async def _give_up_lines(self, batch: Stored) -> None:
-        """Says of each line that was never submitted why not. A cancelled batch leaves them out."""
+    async def _give_up_lines(self, batch: Stored, until_s: float) -> bool:
+        """Says of each line that was never submitted why not. Whether that was all of them."""
         line = batch.number("line")
         if line >= batch.number("total"):
-            return
+            return True
         async for raw, offset in self._files.lines(batch.fields["input"], batch.number("offset")):
             answer = unrun_line(_job_id(batch, line), _custom_id(raw), *WHY["expired"])
-            if not await self._batches.refused(batch, line, offset, answer):
-                return
+            if not await self._batches.refused(batch, line, offset, answer) or time.monotonic() > until_s:
+                return False
             line += 1
+        return True
 
     async def _finish(self, batch: Stored, status: str) -> None:
         """Makes the files known, then ends the batch: whoever sees its end finds them."""

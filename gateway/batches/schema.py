@@ -8,6 +8,7 @@ import msgspec
 from litestar.dto import DTOConfig
 
 from gateway.decoding import StrictDTO
+from gateway.responses.schema import ResponseBody
 
 
 class BatchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -91,3 +92,4 @@ class OpenJob(msgspec.Struct, frozen=True, kw_only=True):
     created_s: int
     num_choices: int = 1
     num_top: int | None = None
+    response: ResponseBody | None = None  # of the Responses API, as it was before its job began

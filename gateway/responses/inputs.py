@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.responses.schema import ResponseRequest
+from gateway.responses.schema import ResponseBody, ResponseRequest
 from headrace.errors import HeadraceError
 from headrace.messages import SamplingParams
 from headrace.submission import Prompt, parse_request
@@ -95,6 +96,26 @@ def parse_response(
     except HeadraceError as exc:
         field = (exc.field or "").replace("max_tokens", "max_output_tokens").replace("messages", "input")
         raise HeadraceError(exc.code, exc.message, field or None) from None
+
+
+def body_of(data: ResponseRequest, params: SamplingParams, response_id: str, model: str) -> ResponseBody:
+    """The response as it is before its job has begun."""
+    return ResponseBody(
+        id=response_id,
+        created_at=int(time.time()),
+        status="queued" if data.background else "in_progress",
+        background=bool(data.background),
+        instructions=data.instructions,
+        max_output_tokens=data.max_output_tokens,
+        metadata=data.metadata or {},
+        model=model,
+        previous_response_id=data.previous_response_id,
+        store=data.store is not False,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_logprobs=data.top_logprobs or 0,
+        user=data.user,
+    )
 
 
 def _invalid(message: str, field: str) -> HeadraceError:

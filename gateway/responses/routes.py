@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from gateway.core import Gateway, GatewayHere
 from gateway.disconnect import parse_on_disconnect
 from gateway.errors import CLIENT_CLOSED_REQUEST, ERROR_RESPONSES, HttpError, describe, job_error
 from gateway.metrics import Timing, open_stream
-from gateway.responses.inputs import check_request, input_items, messages_of, parse_response
+from gateway.responses.inputs import body_of, check_request, input_items, messages_of, parse_response
 from gateway.responses.records import Record, Records
 from gateway.responses.render import EventWriter
 from gateway.responses.schema import Deleted, InputItems, ResponseBody, ResponseDTO, ResponseRequest
@@ -165,22 +164,7 @@ async def _plan(
     pool = await gateway.route(data.model)
     response_id = new_id("resp_")
     job = new_job(request, data, JobRef(pool.name, response_id), prompt, params)
-    body = ResponseBody(
-        id=response_id,
-        created_at=int(time.time()),
-        status="queued" if data.background else "in_progress",
-        background=bool(data.background),
-        instructions=data.instructions,
-        max_output_tokens=data.max_output_tokens,
-        metadata=data.metadata or {},
-        model=data.model or pool.name,
-        previous_response_id=data.previous_response_id,
-        store=data.store is not False,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_logprobs=data.top_logprobs or 0,
-        user=data.user,
-    )
+    body = body_of(data, params, response_id, data.model or pool.name)
     return Record(pool.name, job.tenant, body, items, context, settled=False), job
 
 

@@ -24,8 +24,8 @@ from gateway.lua import redis_now_ms
 from gateway.pulse import Pulse
 from gateway.tasks.deliveries import Deliveries
 from gateway.tasks.outbound import Outbound
-from gateway.tasks.steady import SteadyWorker, arq_client
-from gateway.tasks.sweeps import sweeps
+from gateway.tasks.steady import SteadyWorker, arq_client, enqueue
+from gateway.tasks.sweeps import SWEEP_S, sweeps
 from gateway.tasks.webhooks import Courier
 from gateway.tenants import Tenants
 from headrace.config import TasksSettings, redact_url
@@ -37,7 +37,7 @@ SOON_MS = 300
 MAX_WEBHOOKS = 64
 MAX_TASKS = 16
 MAX_CONNECTIONS = 32
-TASK_S = 15.0
+TASK_S = SWEEP_S
 ATTEMPT_MARGIN_S = 2.0
 LEASE_MARGIN_S = 5.0
 log = structlog.get_logger("headrace.tasks")
@@ -121,7 +121,7 @@ class Tasks:
             try:
                 await deliveries.take_notes()
                 for delivery_id in await deliveries.due(lease_ms):
-                    if not await client.enqueue_job("deliver", pool, delivery_id, _job_id=delivery_id):
+                    if not await enqueue(client, "deliver", pool, delivery_id, job_id=delivery_id):
                         await deliveries.postpone(delivery_id, await self._soon_ms())
             except ResponseError as exc:  # of this pool's keys: another's are not concerned
                 log.warning("webhooks_not_dispatched", pool=pool, error=str(exc)[:80])
@@ -129,7 +129,7 @@ class Tasks:
     async def _dispatch_batches(self) -> None:
         client, batches = arq_client(self._redis, TASK_QUEUE), Batches(self._redis)
         for batch_id in await batches.due(round((TASK_S + LEASE_MARGIN_S) * 1000)):
-            if not await client.enqueue_job("advance", batch_id, _job_id=batch_id):
+            if not await enqueue(client, "advance", batch_id, job_id=batch_id):
                 await batches.due_again(batch_id, await self._soon_ms())
 
     async def _soon_ms(self) -> int:

@@ -7,6 +7,7 @@ the writer of a key has put there.
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 import arq
@@ -16,9 +17,13 @@ from arq.connections import ArqRedis
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gateway.lua import redis_now_ms
+
 POLL_S = 0.2
 OUTAGE_PAUSE_S = 0.5
 LOCK_MARGIN_S = 2.0
+CLOCK_SLACK_S = 3600
+EXPIRY_S = 86_400
 KEEP_FAILED_S = 0  # nobody reads arq's results: what came of a task is in our own keys
 log = structlog.get_logger("headrace.tasks")
 
@@ -37,6 +42,13 @@ def arq_client(redis: Redis, queue: str) -> ArqRedis:
     return ArqRedis(
         redis.connection_pool, job_serializer=encode, job_deserializer=decode, default_queue_name=queue
     )
+
+
+async def enqueue(client: ArqRedis, function: str, *args: Any, job_id: str) -> bool:
+    """False: it is queued or running already. Any process may take it at once, whatever its clock says."""
+    when = datetime.fromtimestamp(await redis_now_ms(client) / 1000 - CLOCK_SLACK_S, UTC)
+    queued = await client.enqueue_job(function, *args, _job_id=job_id, _defer_until=when, _expires=EXPIRY_S)
+    return queued is not None
 
 
 class SteadyWorker(arq.Worker):

@@ -19,6 +19,7 @@ from headrace.scripts import Scripts
 
 SETTLE_SECONDS = {5, 35}
 REAP_SECONDS = {0, 10, 20, 30, 40, 50}
+SWEEP_S = 6.0  # the longest of a worker's tasks says how long those of a dead process wait
 ONCE_S = 600  # processes whose clocks differ by less run a sweep once
 log = structlog.get_logger("headrace.tasks")
 
@@ -34,7 +35,7 @@ def sweeps(redis: Redis, directory: Directory, settings: TasksSettings) -> Seque
 
 
 def periodic(name: str, work: Callable[[dict[str, Any]], Awaitable[None]], seconds: set[int]) -> CronJob:
-    return cron(work, name=name, second=seconds, timeout=15, keep_result=ONCE_S)  # type: ignore[arg-type]
+    return cron(work, name=name, second=seconds, timeout=SWEEP_S, keep_result=ONCE_S)  # type: ignore[arg-type]
 
 
 async def settle_responses(redis: Redis, directory: Directory) -> int:

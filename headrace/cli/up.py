@@ -29,6 +29,7 @@ from headrace.models import SIMULATED, ModelError, resolve_model
 
 POLL_S = 0.1
 EXTRA_DRAIN_S = 10.0
+FRONT = ("gateway", "tasks")
 
 
 class UpError(Exception):
@@ -83,6 +84,7 @@ class Stack:
         self._wait_for("the gateway", self._gateway_is_ready)
         self._wait_for("the workers", self._workers_are_ready)
         check = self._answer_one_prompt()
+        self._start_tasks()
         self._screen.say(f"{check} (up in {time.monotonic() - began_s:.1f} s)", "green")
         needs_key = bool(self._plan.gateway.api_keys) and not self._plan.gateway.allow_anonymous
         urls = (self._redis_url, self._plan.gateway_url)
@@ -114,6 +116,12 @@ class Stack:
         worker, gateway = python_module("worker"), python_module("gateway")
         workers = [Child(name, worker, partial(self._worker_env, name, model), show) for name in names]
         return [*workers, Child("gateway", gateway, self._gateway_env, show)]
+
+    def _start_tasks(self) -> None:
+        """Webhooks and batches, last: the first answer does not need them."""
+        tasks = Child("tasks", python_module("gateway.tasks"), self._common_env, self._screen.show_child)
+        self._children.append(tasks)
+        tasks.start()
 
     def _worker_env(self, name: str, model: str) -> Mapping[str, str]:
         worker, count = self._plan.worker, self._plan.num_workers
@@ -214,8 +222,8 @@ class Stack:
 
     def _close(self) -> None:
         """The gateway first, while workers still answer its streams; Redis last, with the jobs given back."""
-        gateways = [child for child in self._children if child.name == "gateway"]
-        workers = [child for child in self._children if child.name != "gateway"]
+        gateways = [child for child in self._children if child.name in FRONT]
+        workers = [child for child in self._children if child.name not in FRONT]
         for group in (gateways, workers):
             self._end(group)
         if self._redis is not None:

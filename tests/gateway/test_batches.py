@@ -139,6 +139,30 @@ async def test_completions(http: httpx.AsyncClient, worker: Any, kit: Any, start
     assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
 
 
+async def test_responses(http: httpx.AsyncClient, worker: Any, kit: Any, start_tasks: Any) -> None:
+    await start_tasks()
+    url = "/v1/responses"
+    bodies: list[dict[str, Any]] = [
+        {"input": "hi", "instructions": "be brief", "max_output_tokens": 2},
+        {"input": "hi", "background": True},
+        {"input": "hi", "previous_response_id": "resp_1"},
+    ]
+    asked = [
+        {"custom_id": str(number), "method": "POST", "url": url, "body": {"model": "smollm2", **body}}
+        for number, body in enumerate(bodies)
+    ]
+    batch = await ended(http, (await start(http, asked, url))["id"], kit)
+    (line,) = await lines(http, batch["output_file_id"])
+    body = line["response"]["body"]
+    assert (body["object"], body["status"], body["instructions"]) == ("response", "incomplete", "be brief")
+    assert body["output"][0]["content"][0]["text"] == kit.text_of(0, 2)
+    refused = await lines(http, batch["error_file_id"])
+    assert [line["response"]["body"]["error"]["param"] for line in refused] == [
+        "background", "previous_response_id",
+    ]  # fmt: skip
+    assert [job.messages[0]["role"] for job in worker.seen] == ["system"]
+
+
 async def test_a_bad_file_fails_with_its_lines(
     http: httpx.AsyncClient, worker: Any, kit: Any, start_tasks: Any
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import arq
 import pytest
 
-from gateway.tasks.steady import SteadyWorker, arq_client, decode, encode
+from gateway.tasks.steady import SteadyWorker, arq_client, decode, encode, enqueue
 from gateway.tasks.sweeps import periodic
 
 pytestmark = pytest.mark.redis
@@ -80,3 +80,26 @@ async def test_a_sweep_runs_once_in_two_processes_and_while_slots_are_taken(db: 
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_another_clock_keeps_nothing_waiting(db: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queued by a clock that is two minutes ahead, taken by one that is two minutes behind."""
+    ran = asyncio.Event()
+
+    async def work(_: dict[str, Any]) -> None:
+        ran.set()
+
+    now_ms = arq.connections.timestamp_ms
+    client = arq_client(db, QUEUE)
+    monkeypatch.setattr(arq.connections, "timestamp_ms", lambda: now_ms() + 120_000)
+    assert await enqueue(client, "work", job_id="t")
+    assert not await enqueue(client, "work", job_id="t")
+    monkeypatch.setattr(arq.worker, "timestamp_ms", lambda: now_ms() - 120_000)
+    function = arq.func(work, name="work", timeout=1)  # type: ignore[arg-type]
+    worker = SteadyWorker(db, QUEUE, functions=[function], job_timeout=1)
+    task = asyncio.create_task(worker.main())
+    async with asyncio.timeout(10):
+        await ran.wait()
+    await worker.drain(1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
