@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks import gateway as gateway_figures
 from benchmarks import latency as latency_figures
 from benchmarks.batching import MODES, Plan, compare
 from benchmarks.load import LoadError
@@ -19,6 +20,7 @@ from benchmarks.workload import peers_workload
 from headrace.embedded import EmbeddedRedisError
 
 RESULTS = Path(__file__).with_name("results")
+RATES_PER_S = (0.0, 2.5)  # all at once, and about half of what two cores serve
 TOLD = (LoadError, ServingError, EmbeddedRedisError)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -42,8 +44,9 @@ def batching(
         float, typer.Option(envvar="SCALE", min=0.01, help="Share of a scenario's requests.")
     ] = 1.0,
     rate: Annotated[
-        float, typer.Option(min=0, help="Workload only: requests a second; 0: all at once.")
-    ] = 0.0,
+        list[float] | None,
+        typer.Option(help="Workload only: requests a second, 0 for all at once; may be repeated."),
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Slots of the batch.")] = 32,
     threads: Threads = 0,
     model: Model = "",
@@ -58,8 +61,13 @@ def batching(
         )
     settings = {**_settings(threads, model), "max_num_seqs": max_num_seqs}
     for name in names:
-        requests = peers_workload(rate) if rate and name == "workload" else SCENARIOS[name](scale)
-        compare(Plan(name, requests, rounds, modes, settings, RESULTS), console)
+        if name == "workload":
+            for each in rate or RATES_PER_S:
+                title = f"workload at {each:g} a second" if each else "workload all at once"
+                requests = peers_workload(each or None)
+                compare(Plan(title, requests, rounds, modes, settings, RESULTS), console)
+        else:
+            compare(Plan(name, SCENARIOS[name](scale), rounds, modes, settings, RESULTS), console)
 
 
 @app.command()
@@ -71,6 +79,15 @@ def latency(
 ) -> None:
     """Queue to first token, joining a running batch, and an idle worker."""
     latency_figures.measure(_console(), RESULTS, _settings(threads, model), samples=samples, idle_s=idle_s)
+
+
+@app.command()
+def gateway(
+    streams: Annotated[list[int] | None, typer.Option(help="Open at a time; may be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long each number is held, s.")] = 10.0,
+) -> None:
+    """What one gateway process carries: streams, tokens, latency, CPU and memory."""
+    gateway_figures.measure(_console(), RESULTS, streams=streams or [100, 250, 500, 1000], seconds=seconds)
 
 
 def _console() -> Console:

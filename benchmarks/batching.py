@@ -136,7 +136,7 @@ def _warn_if_busy(runs: Sequence[Run], console: Console) -> None:
 
 def _write(plan: Plan, runs: Sequence[Run]) -> Path:
     modes = list(dict.fromkeys(run.mode for run in runs))
-    name = f"batching-{plan.scenario}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"batching-{plan.scenario.replace(' ', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     by_mode = {mode: [run for run in runs if run.mode == mode] for mode in modes}
     picture = plan.results / f"{name}.png"
     draw(
