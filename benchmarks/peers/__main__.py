@@ -77,6 +77,8 @@ def _compare(plan: Plan, lineup: Lineup, console: Console) -> bool:
         comparison.run()
     except LoadError as problem:
         console.print(f"[red]{problem}")
+    except KeyboardInterrupt:
+        console.print("[yellow]interrupted: the tables show what was measured so far")
     findings = Findings(comparison.runs, {c.name for c in lineup.candidates if c.is_ours})
     for grid in grids(findings):
         console.print(grid.rich())
