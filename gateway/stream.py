@@ -73,6 +73,7 @@ class EventStream(Response[bytes]):
         self._chunks = chunks
         self._heartbeat_s = heartbeat_s
         self._on_left = on_left
+        self._quiet_since_s = time.monotonic()
         self._extra = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
 
     def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]
@@ -95,38 +96,34 @@ class EventStream(Response[bytes]):
 
     async def _pump(self, send: Send, gone: asyncio.Future[None]) -> bool:
         """Sends until the source ends (True) or the client has left (False)."""
-        upcoming: asyncio.Future[bytes] | None = None
-        quiet_since_s = time.monotonic()
+        forward = asyncio.ensure_future(self._forward(send))
+        beat = asyncio.ensure_future(self._beat(send))
         try:
-            while True:
-                upcoming = upcoming or asyncio.ensure_future(anext(self._chunks))
-                left_s = max(0.0, quiet_since_s + self._heartbeat_s - time.monotonic())
-                waiting: set[asyncio.Future[Any]] = {upcoming, gone}
-                await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    return False
-                chunk, upcoming = _take(upcoming)
-                if chunk is None:
-                    return True
-                before_s = time.monotonic()
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                quiet_since_s = time.monotonic()
-                if quiet_since_s - before_s > LAGGING_S:
-                    # Its socket was full: the events meanwhile wait in the log, and it gets every one.
-                    await send({"type": "http.response.body", "body": LAGGING, "more_body": True})
+            await asyncio.wait({forward, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if forward.done():
+                forward.result()
+            return forward.done()
         finally:
-            if upcoming is not None:
-                await _stop(upcoming)
+            await _stop(beat, forward)
 
+    async def _forward(self, send: Send) -> None:
+        # No task and no timer for each chunk: there are as many as there are tokens.
+        async for chunk in self._chunks:
+            before_s = time.monotonic()
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._quiet_since_s = time.monotonic()
+            if self._quiet_since_s - before_s > LAGGING_S:
+                # Its socket was full: the events meanwhile wait in the log, and it gets every one.
+                await send({"type": "http.response.body", "body": LAGGING, "more_body": True})
 
-def _take(upcoming: asyncio.Future[bytes]) -> tuple[bytes | None, asyncio.Future[bytes] | None]:
-    """What to send now (None: the source has ended) and the task that is still waited for."""
-    if not upcoming.done():
-        return PING, upcoming
-    try:
-        return upcoming.result(), None
-    except StopAsyncIteration:
-        return None, None
+    async def _beat(self, send: Send) -> None:
+        while True:
+            left_s = self._quiet_since_s + self._heartbeat_s - time.monotonic()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
+                await send({"type": "http.response.body", "body": PING, "more_body": True})
+                self._quiet_since_s = time.monotonic()
 
 
 async def _stop(*tasks: asyncio.Future[Any]) -> None:
