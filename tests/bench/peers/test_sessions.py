@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load import LoadError
-from benchmarks.peers.sessions import DRIVERS, driver
-from benchmarks.peers.work import PeerRequest
+from benchmarks.peers.sessions import DRIVERS, driver, headrace
+from benchmarks.peers.work import PeerRequest, summary_of
 
 COUNTING = """
 import sys
@@ -48,3 +48,14 @@ async def test_a_driver_that_dies_is_told(tmp_path: Path) -> None:
         async with start(tmp_path / "log"):
             pass
     assert "no model" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.e2e
+async def test_headrace_is_measured_through_its_gateway(tmp_path: Path) -> None:
+    requests = [PeerRequest(1, [104, 105], 20), PeerRequest(2, [104], 30, 0.1)]
+    async with headrace({"model": "simulated:step_ms=1"})(tmp_path / "log") as session:
+        answers = await session.run(requests)
+        assert len(session.pids) == 3
+    summary = summary_of(requests, answers)
+    assert summary.output_tokens == 50
+    assert answers[1].submitted_s >= 0.1
