@@ -17,7 +17,7 @@ from headrace.keys import Keys
 
 MAX_LISTED = 10_000
 MAX_HISTORY = 20
-MAX_BODY_BYTES = 262_144
+MAX_BODY_BYTES = 65_536
 PAGE = 100
 _NUMBERS = ("attempts", "replays", "created", "updated", "next")
 Status = Literal["pending", "delivered", "failed"]

@@ -12,6 +12,9 @@ import openai
 import pytest
 
 from gateway.responses.records import Records
+from gateway.responses.render import EventWriter
+from gateway.responses.schema import ResponseBody
+from headrace.messages import Delta, End, Finish, Usage
 
 pytestmark = pytest.mark.redis
 
@@ -257,3 +260,55 @@ async def test_tenants_see_their_own(start_gateway: Any, worker: Any) -> None:
         wanted = body(previous_response_id=created["id"])
         refused = await http.post("/v1/responses", json=wanted, headers=theirs)
         assert refused.json()["error"]["code"] == "previous_response_not_found"
+
+
+async def test_the_official_clients_helpers(client: openai.AsyncOpenAI, worker: Any, kit: Any) -> None:
+    async with client.responses.stream(model="smollm2", input="hi", max_output_tokens=3) as events:
+        seen = [event async for event in events]
+    kinds = [event.type for event in seen]
+    assert seen[-1].type == "response.incomplete"
+    final = seen[-1].response
+    assert final.output_text == kit.text_of(0, 3)
+    resumed = await client.responses.retrieve(final.id, stream=True, starting_after=4)
+    assert [event.sequence_number async for event in resumed] == list(range(5, len(kinds)))
+    worker.gate.clear()
+    waiting = await client.responses.create(model="smollm2", input="hi", background=True)
+    cancelling = asyncio.create_task(client.responses.cancel(waiting.id))
+
+    async def flagged() -> bool:
+        return await worker.redis.hget(worker.keys.job(waiting.id), "cancel") == b"1"
+
+    await kit.eventually(flagged)
+    worker.gate.set()
+    assert (await cancelling).status == "cancelled"
+    await client.responses.delete(waiting.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(waiting.id)
+
+
+def test_an_answer_that_came_to_its_end_is_completed() -> None:
+    usage = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+    writer = EventWriter(ResponseBody(id="resp_1", created_at=1, model="m"))
+    chunks = [
+        *writer.opening(),
+        *writer.event(Delta(seq=1, text="", ids=[1])),
+        *writer.event(Delta(seq=2, text="hi", ids=[2])),
+        *writer.event(Finish(seq=3, reason="stop")),
+        *writer.event(End(seq=4, status="done", usage=usage)),
+    ]
+    events = [json.loads(chunk.split(b"data: ")[1]) for chunk in chunks]
+    assert [event["delta"] for event in events if "delta" in event] == ["hi"]
+    last = events[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.completed", "completed")
+    assert last["response"]["output"][0]["status"] == "completed"
+    assert last["response"]["usage"]["total_tokens"] == 3
+
+
+def test_a_response_cancelled_before_it_began_has_no_output() -> None:
+    writer = EventWriter(ResponseBody(id="resp_1", created_at=1, model="m", background=True))
+    chunks = [*writer.opening(), *writer.event(End(seq=1, status="cancelled"))]
+    events = [json.loads(chunk.split(b"data: ")[1]) for chunk in chunks]
+    assert [event["type"] for event in events] == [
+        "response.created", "response.queued", "response.incomplete",
+    ]  # fmt: skip
+    assert (events[-1]["response"]["status"], events[-1]["response"]["output"]) == ("cancelled", [])
