@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from headrace_kernels import dispatch
 from worker.model.inputs import StepInputs
 from worker.model.kv import KVCache, LayerShape
 from worker.model.tiles import AttentionCall, TiledAttention
@@ -34,6 +35,10 @@ class StepAttention(Protocol):
 
 def begin_step(kv: KVCache, inputs: StepInputs) -> StepAttention:
     """The only place where an implementation of attention is chosen."""
+    if dispatch.backend().name == "triton":
+        from worker.model.triton_attention import TritonAttention
+
+        return TritonAttention(kv, inputs)
     return TiledAttention(kv, inputs)
 
 

@@ -114,7 +114,7 @@ def prepare(
     """
     from headrace_kernels.dispatch import backend
     from worker.model import selftest
-    from worker.model.fused import FusedModel, try_fused
+    from worker.model.fused import try_fused
     from worker.model.packed import PackedModel
     from worker.model.stored import Forms
 
@@ -128,13 +128,17 @@ def prepare(
     threads = torch.get_num_threads()
     with torch_threads(1):  # short prompts gain nothing from more
         reference = selftest.make_reference(hf, min(vocab_size, config.vocab_size), max_len, device)
-    forward: PackedModel | FusedModel | None = None
-    if fused and device.type == "cpu" and dtype == torch.float32:
+    forward: selftest.Forward | None = None
+    if fused and backend().name == "triton" and forms.lossless:
+        from worker.model.triton_model import try_triton
+
+        forward = try_triton(hf, reference, device, dtype)
+    elif fused and device.type == "cpu" and dtype == torch.float32:
         with torch_threads(1):
             forward = try_fused(PackedModel(hf, device), reference, gguf=gguf, threads=threads, forms=forms)
     if forward is not None:
         exact = True
-        kernels: tuple[str, ...] = (backend().numerics, "fused", forms.weights, forms.activations)
+        kernels: tuple[str, ...] = (backend().numerics, forward.way, forms.weights, forms.activations)
     elif not forms.lossless:
         raise ModelError(f"model {name}: {forms} needs the compiled kernels, which do not run it here")
     else:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.errors import HeadraceError
 from headrace.messages import SamplingParams
+from headrace_kernels import dispatch
 from worker.engine.plan import SamplePlan, ScoredToken, SequencePlan, StepPlan, StepResult
 from worker.model.inputs import StepInputs, build_inputs
 from worker.model.kv import KVCache
@@ -46,7 +47,7 @@ class ModelRunner:
     ) -> None:
         self.loaded = loaded
         self.kv = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
-        self.sampler = Sampler(loaded.tokenizer_vocab_size, sorted(loaded.eos_ids), encode_bad_word)
+        self.sampler = _sampler_class()(loaded.tokenizer_vocab_size, sorted(loaded.eos_ids), encode_bad_word)
         if warm_up:
             self._warm_up()
 
@@ -89,6 +90,14 @@ class ModelRunner:
         for start, size in ((0, count), (count, 1)):
             if size:
                 self.run(StepPlan(0, (SequencePlan(0, [0] * size, start, table, greedy),)))
+
+
+def _sampler_class() -> type[Sampler]:
+    if dispatch.backend().name != "triton":
+        return Sampler
+    from worker.model.triton_sampler import TritonSampler
+
+    return TritonSampler
 
 
 def _wanted_rows(plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, list[SampleRow], list[PromptRows]]:

@@ -21,7 +21,9 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 
 
 class Forward(Protocol):
-    """A model that runs steps: PackedModel, FusedModel."""
+    """A model that runs steps: PackedModel, FusedModel, TritonModel."""
+
+    way: str
 
     @property
     def layers(self) -> tuple[LayerShape, ...]: ...

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import widens
+from ..triton_device import widens
 
 ROWS, COLUMNS, DEPTH = 16, 32, 64
 

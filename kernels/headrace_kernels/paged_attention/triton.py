@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import block_of, wanted_programs, widens
+from ..triton_device import block_of, wanted_programs, widens
 
 Ints = npt.NDArray[np.int64]
 ROWS = 16  # (token, query head) pairs of a program, or the group of a KV head if that is larger

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import block_of
+from ..triton_device import block_of
 
 
 @triton.jit

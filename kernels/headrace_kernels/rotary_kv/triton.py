@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import block_of
+from ..triton_device import block_of
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -120,7 +120,7 @@ def _rotary_kv(
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = qkv + token * ((HEADS + KV_HEADS) * K_DIM + KV_HEADS * V_DIM)
-    position, slot = tl.load(positions + token), tl.load(slots + token)
+    position, slot = tl.load(positions + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
     if head < HEADS:
         at = tl.arange(0, K_BLOCK)
         y = _rotated(
