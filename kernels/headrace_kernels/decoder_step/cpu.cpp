@@ -15,9 +15,10 @@ class Run {
     attention_width_ = s.heads * s.v_dim;
     qkv_width_ = (s.heads + s.kv_heads) * s.k_dim + s.kv_heads * s.v_dim;
     const size_t tokens = step.tokens, input_width = std::max(d_.hidden, attention_width_);
+    const size_t gated_width = std::max(d_.intermediate, attention_width_);
     const size_t inputs = std::max(tokens, size_t(step.row_count));  // a row can be wanted more than once
-    const size_t sizes[] = {tokens * d_.hidden, inputs * input_width, tokens * qkv_width_, tokens * d_.intermediate,
-                            tokens * d_.hidden};
+    const size_t sizes[] = {inputs * d_.hidden, inputs * input_width, inputs * qkv_width_, inputs * gated_width,
+                            inputs * d_.hidden};
     size_t total = 0;
     for (size_t size : sizes) total += aligned(size);
     float* memory = scratch<float>(SLOT_STEP, total);
@@ -31,10 +32,10 @@ class Run {
   void run() {
     embed();
     for (int i = 0; i < d_.layer_count; i++) {
-      attend(d_.layers[i]);
-      feed_forward(d_.layers[i]);
+      attend(d_.layers[i], i + 1 == d_.layer_count);
+      if (rows_ > 0) feed_forward(d_.layers[i]);
     }
-    logits();
+    if (rows_ > 0) logits();
   }
 
  private:
@@ -49,13 +50,30 @@ class Run {
     });
   }
 
-  void attend(const Layer& layer) {
+  void attend(const Layer& layer, bool last) {
     norm_for(layer.qkv, layer.attention_norm);
     linear(layer.qkv, input_, {qkv_, qkv_width_, nullptr, 0});
     rotary_kv_write(d_.shape, layer.rotary, qkv_, rows_, step_.positions, step_.slots, layer.keys, layer.values);
+    const bool select = last && step_.row_count != rows_;
     paged_attention(d_.shape, layer.attention, step_.sequences, qkv_, qkv_width_, layer.keys, layer.values,
-                    sink_for(layer.output, input_, rows_));
+                    select ? RowSink::row_major(gated_, attention_width_) : sink_for(layer.output, input_, rows_));
+    if (select) keep_wanted(layer.output);
     add_product(layer.output, input_, layer.attention_post_norm);
+  }
+
+  // From the last layer's attention on, rows without wanted logits are of no more use.
+  void keep_wanted(const Weight& w) {
+    const int count = step_.row_count;
+    const RowSink sink = sink_for(w, input_, count);
+    for (int r = 0; r < count; r++) {
+      const float* from = gated_ + step_.rows[r] * attention_width_;
+      for (int i = 0; i < attention_width_; i += LANES)
+        sink.put(r, i, load_up_to(from + i, attention_width_ - i), std::min(LANES, attention_width_ - i));
+      std::memcpy(block_ + static_cast<size_t>(r) * d_.hidden, x_ + step_.rows[r] * d_.hidden, sizeof(float) * d_.hidden);
+    }
+    std::swap(x_, block_);
+    rows_ = count;
+    all_wanted_ = true;
   }
 
   void feed_forward(const Layer& layer) {
@@ -120,7 +138,8 @@ class Run {
     const Weight& head = *d_.head;
     const RowSink sink = sink_for(head, input_, count);
     parallel_rows(count, [&](int r) {
-      rms_norm_row(x_ + step_.rows[r] * d_.hidden, d_.final_norm, d_.hidden, d_.epsilon, r, sink);
+      const int64_t row = all_wanted_ ? r : step_.rows[r];
+      rms_norm_row(x_ + row * d_.hidden, d_.final_norm, d_.hidden, d_.epsilon, r, sink);
     });
     linear(head, input_, count, {step_.logits, head.n, nullptr, 0});
     if (d_.logit_scale == 1.0f && d_.logit_softcap == 0.0f) return;
@@ -139,7 +158,8 @@ class Run {
 
   const Decoder& d_;
   const Step& step_;
-  const int rows_;
+  int rows_;
+  bool all_wanted_ = false;  // the rows of x_ are those whose logits are wanted, in order
   int attention_width_, qkv_width_;
   float *x_, *input_, *qkv_, *gated_, *block_;
 };

@@ -29,21 +29,21 @@ HR_INLINE void quantise_group(F16 low, F16 high, uint8_t* group, int row, int ro
   const F16 magnitude = max(max(low, negate(low)), max(high, negate(high)));
   const float top = highest(magnitude), poison = sum(add(sub(low, low), sub(high, high)));
   const F16 inverse = set1(top > 0 && top < 3e38f ? 127.0f / top : 0.0f);
-  int32_t q[2 * LANES];
-  int64_t total = 0;  // wide, for what NaN is converted to
-  store_words(q, to_int(mul(low, inverse)));
-  store_words(q + LANES, to_int(mul(high, inverse)));
-  for (int i = 0; i < 2 * LANES; i++) total += q[i];
+  const I16 a = to_int(mul(low, inverse)), b = to_int(mul(high, inverse));
+  int8_t bytes[2 * LANES];
+  store_bytes(bytes, a);
+  store_bytes(bytes + LANES, b);
+  int32_t group_words[8], lanes[LANES], total = 0;
+  std::memcpy(group_words, bytes, sizeof bytes);
+  store_words(lanes, add(a, b));
+  for (int i = 0; i < LANES; i++) total += lanes[i] & 0xFFFF;  // masked: NaN makes wild lanes, and adding must not overflow
+  total = static_cast<int16_t>(total);                         // the sum is below 2^15, so its low half is all of it
   int32_t* words = reinterpret_cast<int32_t*>(group);
-  for (int c = 0; c < 8; c++) {
-    const uint32_t word = (q[4 * c] & 255u) | (q[4 * c + 1] & 255u) << 8 | (q[4 * c + 2] & 255u) << 16 |
-                          static_cast<uint32_t>(q[4 * c + 3]) << 24;
-    words[c * rows + row] = static_cast<int32_t>(word);
-  }
+  for (int c = 0; c < 8; c++) words[c * rows + row] = group_words[c];
   const float scale = top / 127.0f + poison;
   float* scales = reinterpret_cast<float*>(words + 8 * rows);
   scales[row] = scale;
-  words[9 * rows + row] = static_cast<int32_t>(-total);
+  words[9 * rows + row] = -total;
   scales[2 * rows + row] = scale * static_cast<float>(total);
 }
 

@@ -42,6 +42,10 @@ HR_INLINE void store_words(void* p, I16 x) {
   _mm256_storeu_si256(q, x.a);
   _mm256_storeu_si256(q + 1, x.b);
 }
+HR_INLINE void store_bytes(void* p, I16 x) {
+  __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+}
 HR_INLINE F16 to_float(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 HR_INLINE I16 to_int(F16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 HR_INLINE I16 add(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }

@@ -33,6 +33,10 @@ HR_INLINE F16 load_bfloat(const uint16_t* p) {
 
 HR_INLINE I16 load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
 HR_INLINE void store_words(void* p, I16 a) { _mm512_storeu_si512(p, a.v); }
+// Lanes that fit a signed byte, as sixteen bytes.
+HR_INLINE void store_bytes(void* p, I16 a) {
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
 HR_INLINE F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 HR_INLINE I16 to_int(F16 a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
 HR_INLINE I16 add(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }

@@ -42,6 +42,9 @@ HR_INLINE I16 load_words(const void* p) {
   return out;
 }
 HR_INLINE void store_words(void* p, I16 x) { std::memcpy(p, x.v, sizeof x.v); }
+HR_INLINE void store_bytes(void* p, I16 x) {
+  for (int i = 0; i < LANES; i++) static_cast<int8_t*>(p)[i] = static_cast<int8_t>(x.v[i]);
+}
 HR_INLINE F16 to_float(I16 x) { return lanes<F16>([&](int i) { return static_cast<float>(x.v[i]); }); }
 HR_INLINE I16 to_int(F16 x) {
   return lanes<I16>([&](int i) { return static_cast<int32_t>(__builtin_rintf(x.v[i])); });

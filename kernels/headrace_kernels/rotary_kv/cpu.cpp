@@ -7,9 +7,18 @@
 namespace hr {
 namespace {
 
-// One fused and one plain product for each output, in scalars a compiler may put side by side: no sums, no order.
+// One fused and one plain product for each output, sixteen pairs at a time or one.
 void rotate(float* head, const RotaryOptions& options, int64_t position) {
   const int half = options.dims / 2;
+  if (half % LANES == 0 && !options.interleaved) {
+    for (int i = 0; i < half; i += LANES) {
+      const F16 a = load(head + i), b = load(head + half + i);
+      const F16 c = load(options.cosines + position * half + i), s = load(options.sines + position * half + i);
+      store(head + i, fma(a, c, negate(mul(b, s))));
+      store(head + half + i, fma(b, c, mul(a, s)));
+    }
+    return;
+  }
   const float* cosines = options.cosines + position * half;
   const float* sines = options.sines + position * half;
   const int step = options.interleaved ? 2 : 1, apart = options.interleaved ? 1 : half;
