@@ -96,7 +96,7 @@ async def _lifespan(settings: GatewaySettings, metrics: Metrics, app: Litestar) 
         require_key=settings.require_key,
         tenants=tenants,
     )
-    limits = Limits(tenants, directory)
+    limits = Limits(tenants, directory, metrics.count_limited)
     waiting = Waiting(redis, directory, tenants)
     app.state.gateway = gateway = Gateway(settings, store, directory, metrics, pulse, limits, waiting)
     await follower.start()

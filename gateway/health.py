@@ -62,6 +62,8 @@ async def metrics(gateway: GatewayHere) -> Response[Any]:
 
 
 async def _ask_pools(gateway: Gateway) -> None:
-    for name, pool in (await gateway.directory.pools()).items():
+    pools = await gateway.directory.pools()
+    gateway.metrics.set_tenants(await gateway.limits.used_by_tenants(list(pools)))
+    for name, pool in pools.items():
         depth = await gateway.store.depth(name)
         gateway.metrics.set_pool(name, entries=depth.entries, running=depth.running, workers=len(pool.cards))

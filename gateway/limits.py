@@ -6,7 +6,7 @@ A request's tokens are an estimate, as in fair queueing: prompt bytes / 4 and ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,8 +35,12 @@ class RateLimitedError(HeadraceError):
 class Limits:
     """Admits one request's jobs, all or none, before any is submitted."""
 
-    def __init__(self, tenants: Tenants, directory: Directory) -> None:
+    def __init__(
+        self, tenants: Tenants, directory: Directory, on_refused: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """`on_refused` is told why: `rate`, `quota` or `model`."""
         self._tenants = tenants
+        self._on_refused = on_refused
         self._directory = directory
 
     async def admit(self, jobs: Sequence[NewJob]) -> None:
@@ -52,6 +56,10 @@ class Limits:
     async def usage(self, tenant: str, pools: Sequence[str], month: str | None) -> UsageTotals:
         return await self._tenants.usage(tenant, pools, month)
 
+    async def used_by_tenants(self, pools: Sequence[str]) -> dict[str, UsageTotals]:
+        """This month, of tenants that have a key."""
+        return await self._tenants.used_by_all(pools)
+
     async def _admit(self, tenant: str, jobs: Sequence[NewJob]) -> None:
         policy = await self._tenants.policy(tenant)
         if policy == Policy():
@@ -66,6 +74,7 @@ class Limits:
             taken = await self._tenants.take(tenant, policy, requests=1, tokens=tokens)
             _tell(limit_headers(policy, taken))
             if not taken.taken:
+                self._on_refused("rate")
                 raise RateLimitedError(taken.retry_ms)
 
     async def _check_models(self, policy: Policy, jobs: Sequence[NewJob]) -> None:
@@ -73,12 +82,14 @@ class Limits:
             pools = await self._directory.pools()
             for name in {job.ref.pool for job in jobs}:
                 if not policy.allows(pools[name].models if name in pools else frozenset({name})):
+                    self._on_refused("model")
                     raise HttpError(403, "This API key may not use this model.", param="model")
 
     async def _check_quota(self, tenant: str, policy: Policy) -> None:
         if policy.tokens_per_month:
             spent = await self._tenants.spent(tenant, list(await self._directory.pools()))
             if spent >= policy.tokens_per_month:
+                self._on_refused("quota")
                 text = f"The quota of {policy.tokens_per_month} tokens a month is used up."
                 raise HttpError(429, text, code="insufficient_quota")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from headrace.errors import ERRORS
 from headrace.messages import CLASSES, End
+from headrace.usage import KINDS, UsageTotals
 
+LIMITS = ("rate", "quota", "model")
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/jobs")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -37,6 +39,10 @@ class Metrics:
         self.queue = Gauge("queue_entries", "Queue entries, running too.", ["pool", "class"], **common)
         self.running = Gauge("jobs_running", "Jobs that a worker holds.", ["pool"], **common)
         self.workers = Gauge("workers", "Live workers.", ["pool"], **common)
+        self.limited = Counter("limited", "Requests that a tenant's limits refused.", ["reason"], **common)
+        self.tenant_used = Gauge(
+            "tenant_used", "Used this month by tenants that have a key.", ["tenant", "kind"], **common
+        )
         self._start_at_zero(pool)
 
     def exposition(self) -> bytes:
@@ -56,7 +62,18 @@ class Metrics:
         self.running.labels(pool).set(running)
         self.workers.labels(pool).set(workers)
 
+    def count_limited(self, reason: str) -> None:
+        self.limited.labels(reason).inc()
+
+    def set_tenants(self, used: Mapping[str, UsageTotals]) -> None:
+        self.tenant_used.clear()
+        for tenant, totals in used.items():
+            for kind in KINDS:
+                self.tenant_used.labels(tenant, kind).set(getattr(totals, kind))
+
     def _start_at_zero(self, pool: str) -> None:
+        for reason in LIMITS:
+            self.limited.labels(reason)
         for code in ERRORS:
             self.errors.labels(code)
         for route in ROUTES:

@@ -15,6 +15,7 @@ from headrace.usage import UsageTotals, usage_of
 FRESH_S = 2.0
 WEIGHT_FRESH_S = 60.0
 MAX_REMEMBERED = 4096
+MAX_SHOWN = 200
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -76,6 +77,11 @@ class Tenants:
 
     async def usage(self, tenant: str, pools: Sequence[str], month: str | None = None) -> UsageTotals:
         return await self._pulse.guard(usage_of(self._redis, pools, tenant, month))
+
+    async def used_by_all(self, pools: Sequence[str]) -> dict[str, UsageTotals]:
+        """This month's use of every tenant that has a key, of the first `MAX_SHOWN` by name."""
+        names = sorted({key.tenant for key in await self._store.keys()})[:MAX_SHOWN]
+        return {name: await usage_of(self._redis, pools, name) for name in names}
 
     async def mean_output(self, tenant: str, pool: str) -> tuple[int, int]:
         """Jobs that have ended this month, and the tokens they generated."""

@@ -149,3 +149,15 @@ def test_spans_are_written_as_openai_does(ms: int, text: str) -> None:
 def test_what_a_job_may_come_to() -> None:
     assert estimated_tokens({"prompt": "x" * 40, "max_tokens": 5, "n": 2}) == 10 + 1 + 10
     assert estimated_tokens({"messages": b"[]"}) == 1 + 1 + 256
+
+
+async def test_the_metrics_of_tenants(ask: httpx.AsyncClient, store: TenantStore) -> None:
+    text = (await ask.get("/metrics")).text
+    assert 'headrace_gateway_limited_total{reason="quota"} 0.0' in text
+    assert 'headrace_gateway_tenant_used{kind="output",tenant="acme"} 0.0' in text
+    await chat(ask)
+    await store.set_policy("acme", Policy(models=("another",)))
+    await chat(ask)
+    text = (await ask.get("/metrics")).text
+    assert 'headrace_gateway_tenant_used{kind="output",tenant="acme"} 3.0' in text
+    assert 'headrace_gateway_limited_total{reason="model"} 1.0' in text
