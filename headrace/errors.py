@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+LEAST_RETRY_S, MOST_RETRY_S = 1, 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +58,12 @@ class HeadraceError(Exception):
         if self.field is not None:
             wire["field"] = self.field
         return wire
+
+
+class Overloaded(HeadraceError):
+    """`overloaded`, with the time in which part of the queue will have been served, at the measured pace."""
+
+    def __init__(self, what: str, retry_ms: int) -> None:
+        super().__init__("overloaded", f"The queue holds as many {what} as it may; try again later.")
+        self.retry_after_s = min(max(math.ceil(retry_ms / 1000), LEAST_RETRY_S), MOST_RETRY_S)
+        self.headers = {"Retry-After": str(self.retry_after_s)}

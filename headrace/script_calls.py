@@ -91,7 +91,7 @@ def read_claimed(items: Sequence[ClaimRow], reply: Sequence[Any]) -> list[Claime
 
 def emit_call(keys: Keys, items: Sequence[EmitItem], retention_ms: int) -> Call:
     call_keys = [keys.leases, keys.deadlines, keys.ids, keys.undecodable, *(keys.queue(c) for c in CLASSES)]
-    call_keys += (keys.hooks, keys.usage(this_month()))
+    call_keys += (keys.hooks, keys.usage(this_month()), keys.vtime)
     args: list[Any] = [retention_ms]
     for item in items:
         job_id, final = item.job_id, item.final

@@ -16,7 +16,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, Overloaded
 from headrace.keys import Keys, valid_job_id
 from headrace.log import encode_fields
 from headrace.lua_source import load_script
@@ -129,7 +129,8 @@ class Scripts:
 
         `fields` go into the entry as they are, with `id` and `tenant` set from the arguments; without a
         `body_hash` one is made of them. `max_entries` and `max_bytes` bound what the pool holds (0: any).
-        Raises HeadraceError `conflict`, `overloaded` or `invalid_request`.
+        Raises HeadraceError `conflict`, `overloaded` (with the time after which to try again),
+        `cannot_meet_deadline` (only for a `strict_deadline`) or `invalid_request`.
         """
         if not valid_job_id(job_id) or len(fields) > MAX_FIELDS or job_class not in CLASSES:
             raise HeadraceError("invalid_request", "class, id or number of fields is not valid", "id")
@@ -141,15 +142,18 @@ class Scripts:
         keys = self._keys
         idem = keys.idem(tenant, idem_key) if idem_key else keys.idem("", "")
         call_keys = [keys.queue(c) for c in CLASSES] + [keys.job(job_id), idem, keys.log(job_id)]
+        call_keys += [*(keys.ready(c) for c in CLASSES), keys.vtime]
         deadline = ttl_ms or fields.get("ttl_ms") or 0
+        strict = int(fields.get("strict_deadline") in ("true", b"true", "1", b"1", 1))
         args = [job_class, job_id, body, idem_ttl_ms if idem_key else 0, max_entries, max_bytes, job_ttl_ms]
-        kind, found, entry = _texts(
-            await self._run("submit", (call_keys, [*args, tenant, deadline, *flat])), width=3
-        )
+        args += [tenant, deadline, strict, *self._costs]
+        kind, found, entry = _texts(await self._run("submit", (call_keys, [*args, *flat])), width=3)
         if kind == "conflict":
             raise HeadraceError("conflict", field=found)
         if kind == "overloaded":
-            raise HeadraceError("overloaded")
+            raise Overloaded(found, int(entry))
+        if kind == "cannot_meet_deadline":
+            raise HeadraceError(kind, f"It would take about {found} ms, longer than ttl_ms.", "ttl_ms")
         return Submitted(found, entry, kind == "existing")
 
     async def fork(

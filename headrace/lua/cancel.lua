@@ -26,7 +26,7 @@ if s and not s.broken and s.status ~= 'running' then
   if same and not redis.call('ZSCORE', k.leases, j.member) then
     local charged = redis.call('ZSCORE', k.ready[j.class], j.entry)
     end_job(k, j, 'cancelled', nil, now, retention_ms)
-    if charged then refund(k.vtime, j.class, entry[2], tonumber(ARGV[3]), tonumber(ARGV[4])) end
+    if charged then refund(k.vtime, j.class, entry[2], tonumber(ARGV[3]), tonumber(ARGV[4]), true) end
     return 'ended'
   end
 end

@@ -4,7 +4,7 @@
 -- whatever the log holds), number of events, for each event {seq, number of values, live JSON, values…}, and if last
 -- {status, usage, result, error, 1 to keep the raw entry}.
 -- Returns for each item a letter: o(k) c(ancel) s(tale) g(ap) l(ost) e(rror).
-local k = {leases = KEYS[1], deadlines = KEYS[2], ids = KEYS[3], undecodable = KEYS[4], usage = KEYS[9]}
+local k = {leases = KEYS[1], deadlines = KEYS[2], ids = KEYS[3], undecodable = KEYS[4], usage = KEYS[9], vtime = KEYS[10]}
 k.queue, k.hooks = {high = KEYS[5], normal = KEYS[6], low = KEYS[7]}, KEYS[8] -- no library: this script is the hot one
 local retention_ms, GROUP, UNDECODABLE_LENGTH = tonumber(ARGV[1]), 'workers', 10000
 local HOOKS_LENGTH, HOOKS_TTL_MS, USAGE_FIELDS, USAGE_TTL_S = 100000, 604800000, 500000, 34560000
@@ -52,6 +52,19 @@ local function note_hook(j, status)
   redis.pcall('PEXPIRE', k.hooks, HOOKS_TTL_MS)
 end
 
+-- How long a token takes and how many there are: what a deadline is compared with. Of jobs that ended well.
+local function note_pace(j, output)
+  local s = redis.call('HMGET', j.job, 't_start', 't_submit', 'deadline', 'late')
+  local known = redis.pcall('HMGET', k.vtime, 'pace:token_ms', 'pace:output')
+  local took = now_ms() - (tonumber(s[1] or '') or now_ms())
+  if known.err or output == 0 then return end
+  local function smooth(old, new)
+    return string.format('%.6g', old and (tonumber(old) or new) * 0.9 + new * 0.1 or new)
+  end
+  redis.call('HSET', k.vtime, 'pace:token_ms', smooth(known[1], took / output), 'pace:output', smooth(known[2], output))
+  if s[4] and now_ms() <= (tonumber(s[3] or '') or 0) then redis.call('HINCRBY', k.vtime, 'shadow:wrong', 1) end
+end
+
 -- The tenant's month, in the change of state that ends the job: every token is counted once.
 local function bill(j, status, usage)
   local tenant = redis.call('HGET', j.job, 'tenant') or 'default'
@@ -67,6 +80,7 @@ local function bill(j, status, usage)
   add('cached', usage:match('"cached_tokens":(%d+)'))
   add('output', output)
   if status ~= 'done' and output > 0 then add(status, output) end
+  if status == 'done' then note_pace(j, output) end
 end
 
 local function close(j, fence, seq)
@@ -174,7 +188,7 @@ local function emit(j)
 end
 
 local out, j = {}, {}
-for i = 10, #KEYS, 3 do
+for i = 11, #KEYS, 3 do
   j.job, j.log, j.live = KEYS[i], KEYS[i + 1], KEYS[i + 2]
   out[#out + 1] = emit(j)
 end

@@ -15,6 +15,7 @@ local output_weight, default_output, reserve = tonumber(ARGV[6]), tonumber(ARGV[
 local open_class = {}
 for i = 1, tonumber(ARGV[9]) do open_class[CLASSES[i]] = true end
 local holds_nothing, mode = ARGV[10] == '1', 0
+local PACE_MS = 20000 -- over how long the pace is measured
 local CLASS_WEIGHT = {high = 16, normal = 4, low = 1}
 local READY_CONSUMER, SORT_BYTES = 'ready', 4194304
 local now, bad, usable = now_ms(), {}, {}
@@ -55,6 +56,7 @@ local function sort_entry(class, id, fields)
   local weight = math.min(math.max(clock('w:' .. e.tenant, 1), 0.001), 1000)
   set_clock(finish, start + cost_of(e, output_weight) / weight)
   set_clock('m:' .. class, math.max(clock('m:' .. class), clock(finish)))
+  set_clock('b:' .. class, clock('b:' .. class) + cost_of(e, output_weight))
   redis.call('ZADD', k.ready[class], 'NX', exact(start), id)
   if e.ttl_ms and deadlines_ok then redis.call('ZADD', k.deadlines, 'NX', submitted_ms(id, now) + e.ttl_ms, member) end
   if e.id and e.id ~= member and ids_ok then redis.call('HSET', k.ids, member, e.id) end
@@ -184,6 +186,7 @@ local function next_class()
   return best, best_clock, best_head
 end
 
+local handed_cost = 0
 local function take_ready()
   while open() do
     local class, class_clock, head = next_class()
@@ -191,7 +194,10 @@ local function take_ready()
     redis.call('ZREM', k.ready[class], head[1])
     set_clock('v:' .. class, math.max(clock('v:' .. class), number_or(head[2], 0)))
     set_clock('c', class_clock)
-    set_clock('c:' .. class, class_clock + hand_out(class, head[1]) / CLASS_WEIGHT[class])
+    local cost = hand_out(class, head[1])
+    handed_cost = handed_cost + cost
+    set_clock('b:' .. class, math.max(clock('b:' .. class) - cost, 0))
+    set_clock('c:' .. class, class_clock + cost / CLASS_WEIGHT[class])
   end
 end
 
@@ -202,6 +208,25 @@ if want > 0 then
   take_expired()
   if mode == 0 then take_ready() end
 end
+
+-- Only time with something waiting tells how much the pool can do: else it waits for its producers.
+local function note_pace()
+  local left = false
+  for _, class in ipairs(CLASSES) do
+    local some = usable[class] and redis.call('ZCARD', k.ready[class]) > 0
+    left = left or some
+    if not some and clock('b:' .. class) ~= 0 then set_clock('b:' .. class, 0) end
+  end
+  if clock('pace:at') > 0 then
+    local passed = math.max(now - clock('pace:at'), 0)
+    local kept = math.exp(-passed / PACE_MS)
+    set_clock('pace:cost', clock('pace:cost') * kept + handed_cost)
+    set_clock('pace:ms', clock('pace:ms') * kept + passed)
+  end
+  local at = left and now or 0
+  if at ~= clock('pace:at') then set_clock('pace:at', at) end
+end
+if want > 0 then note_pace() end
 
 local values = {}
 for name in pairs(changed) do

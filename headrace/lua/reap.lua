@@ -33,7 +33,7 @@ local function end_due(j)
   local entry = is_type(k.queue[j.class], 'stream') and redis.call('XRANGE', k.queue[j.class], j.entry, j.entry)[1]
   if flag(s.cancel) then end_job(k, j, 'cancelled', nil, now, retention_ms)
   else end_job(k, j, 'failed', s.broken and 'lost' or 'deadline_exceeded', now, retention_ms) end
-  if entry then refund(k.vtime, j.class, entry[2], output_weight, default_output) end
+  if entry then refund(k.vtime, j.class, entry[2], output_weight, default_output, not lease) end
 end
 
 -- A job that is neither leased nor waiting and whose entry is gone (its stream was deleted or trimmed) can never run.

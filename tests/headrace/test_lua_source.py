@@ -29,7 +29,7 @@ KEY_FIELDS = {
 def sources() -> dict[str, str]:
     root = files("headrace").joinpath("lua")
     found = {f"{name}.lua": root.joinpath(f"{name}.lua").read_text() for name in SCRIPTS}
-    for library in ("base", "cost", "suspects", "ending"):
+    for library in ("base", "cost", "suspects", "forecast", "ending"):
         found[f"lib/{library}.lua"] = root.joinpath("lib", f"{library}.lua").read_text()
     return found
 

@@ -61,9 +61,10 @@ local function cost_of(e, output_weight)
   return e.prompt + output_weight * e.output * e.n
 end
 
--- Gives the tenant back what it was charged for a job that will not run.
-local function refund(vtime_key, class, fields, output_weight, default_output)
+-- Gives the tenant back what it was charged for a job that will not run. `waited`: it was not handed out yet.
+local function refund(vtime_key, class, fields, output_weight, default_output, waited)
   local e = estimate(fields, default_output)
+  if waited then redis.pcall('HINCRBYFLOAT', vtime_key, 'b:' .. class, -cost_of(e, output_weight)) end
   local clocks = redis.pcall('HMGET', vtime_key, 'f:' .. class .. ':' .. e.tenant, 'w:' .. e.tenant)
   if is_error(clocks) or not clocks[1] then return end
   local weight = math.min(math.max(number_or(clocks[2], 1), 0.001), 1000)
