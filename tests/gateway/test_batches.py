@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
@@ -248,6 +250,29 @@ async def test_two_processes_and_a_death_answer_each_line_once(
     found = [line["custom_id"] for line in await lines(http, batch["output_file_id"])]
     assert sorted(found) == sorted(f"r{number}" for number in range(150))
     assert len(worker.seen) == 150
+
+
+async def test_a_process_killed_in_the_middle(
+    http: httpx.AsyncClient, redis_url: str, worker: Any, kit: Any, start_tasks: Any
+) -> None:
+    env = os.environ | {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_BATCH_WINDOW": "8"}
+    worker.step_s = 0.01
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway.tasks", env=env)
+    try:
+        batch = await start(http, [request_of(number) for number in range(100)])
+
+        async def some() -> Any:
+            return (await http.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"] >= 10
+
+        await kit.eventually(some, 30)
+    finally:
+        process.kill()
+        await process.wait()
+    await start_tasks()
+    batch = await ended(http, batch["id"], kit)
+    assert batch["request_counts"] == {"total": 100, "completed": 100, "failed": 0}
+    assert len({line["custom_id"] for line in await lines(http, batch["output_file_id"])}) == 100
+    assert len(worker.seen) == 100
 
 
 @pytest.mark.parametrize(
