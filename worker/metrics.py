@@ -135,6 +135,7 @@ class WorkerMetrics:
         self._expired = Counter(PREFIX + "leases_expired", "Times all leases ran out unrenewed.", **common)
         Gauge(PREFIX + "info", "This worker.", list(info), **common).labels(**info).set(1)
         self._start_at_zero()
+        self._itl_of = {job_class: self._itl.labels(job_class) for job_class in CLASSES}  # asked every token
         self.registry.register(_LiveCollector(read))
 
     def _start_at_zero(self) -> None:
@@ -206,10 +207,11 @@ class WorkerMetrics:
         if not by_choice:
             return
         if times.last_tokens_s is not None:
+            itl = self._itl_of[times.job_class]
             for num_tokens in by_choice.values():
                 gap_s = (now_s - times.last_tokens_s) / num_tokens
                 for _ in range(num_tokens):
-                    self._itl.labels(times.job_class).observe(gap_s)
+                    itl.observe(gap_s)
         elif item.events[0].seq == 1:
             self._ttft.labels(times.job_class).observe(now_s - times.submitted_s)
         times.last_tokens_s = now_s
