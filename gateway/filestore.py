@@ -15,7 +15,8 @@ from headrace.errors import HeadraceError
 from headrace.keys import file_data, file_key, tenant_bytes, tenant_files, valid_job_id
 
 PIECE_BYTES = 262_144
-PIECES_A_READ = 16
+READ_BYTES = 1_048_576
+MAX_PIECES = 1024
 MAX_FILES = 1000
 UPLOAD_TTL_MS = 600_000  # of pieces whose upload was never completed
 MAX_NAME = 255
@@ -95,11 +96,15 @@ class Files:
 
     async def read(self, file_id: str, offset: int = 0) -> AsyncIterator[bytes]:
         """The content from `offset` on: more than 0 only for uploads, whose pieces have one size."""
-        key, at = file_data(file_id), offset // PIECE_BYTES
+        key, at, count = file_data(file_id), offset // PIECE_BYTES, 1
         skip = offset % PIECE_BYTES
-        while pieces := await self._redis.lrange(key, at, at + PIECES_A_READ - 1):  # type: ignore[misc]
-            yield b"".join(pieces)[skip:]
-            at, skip = at + PIECES_A_READ, 0
+        while pieces := await self._redis.lrange(key, at, at + count - 1):  # type: ignore[misc]
+            data = b"".join(pieces)
+            yield data[skip:]
+            at, skip = at + count, 0
+            count = min(
+                max(READ_BYTES * len(pieces) // max(len(data), 1), 1), MAX_PIECES
+            )  # a batch writes line by line
 
     async def lines(self, file_id: str, offset: int = 0) -> AsyncIterator[tuple[bytes, int]]:
         """Lines without their ends, each with the offset behind it. Empty ones are left out."""
