@@ -93,6 +93,15 @@ def test_other_decoders_are_left_alone(kind: str, extra: dict[str, Any], reason:
         structure_of(model)
 
 
+def test_the_switch_keeps_transformers_layers(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace_kernels.dispatch import resolve
+    from worker.model import fused
+
+    monkeypatch.setattr(fused, "backend", lambda: resolve("torch"))
+    loaded, _ = kit.tiny_model(transformers.LlamaConfig(**SMALL))
+    assert loaded.forward.way == "packed"
+
+
 def test_watching_leaves_no_trace() -> None:
     model = plain_model("LlamaConfig")
     packed = PackedModel(model, torch.device("cpu"))

@@ -185,13 +185,17 @@ class CompiledDecoder:
     ) -> Tensor:
         """Writes the KV of packed tokens (all int64 [T]); logits fp32 [len(rows), vocabulary] of some.
 
-        The caller guarantees what a check would cost: ids in the vocabulary, positions in the tables, slots
-        in the caches, rows among the tokens.
+        Raises ValueError for ids outside the vocabulary. The caller guarantees the rest: positions in the
+        tables, slots in the caches, rows among the tokens.
         """
         tokens = token_ids.shape[0]
         for name, t in (("token_ids", token_ids), ("positions", positions), ("slots", slots), ("rows", rows)):
             if t.dtype != torch.int64 or not t.is_contiguous() or (name != "rows" and t.shape != (tokens,)):
                 raise ValueError(f"{name} must be contiguous int64 [{tokens}]")
+        if tokens:
+            low, high = torch.aminmax(token_ids)
+            if int(low) < 0 or int(high) >= self.embedding.n:
+                raise ValueError(f"token ids must lie in 0..{self.embedding.n - 1}")
         logits = torch.empty(rows.shape[0], self.head.n)
         step = structs.Step(
             tokens,
