@@ -94,6 +94,7 @@ class Store:
             body_hash=job.body_hash,
             max_entries=self._settings.max_queue_entries,
         )
+        self._follower.know(Keys(job.ref.pool), submitted.job_id)
         return JobRef(job.ref.pool, submitted.job_id)
 
     async def fork(self, job: NewJob, events: Sequence[Event], *, prompt_tokens: int) -> JobRef:

@@ -128,6 +128,7 @@ class Client:
                 job_class, chosen, fields, tenant=tenant, idem_key=idem_key, max_entries=max_entries
             )
         )
+        self._follower.know(self.keys, submitted.job_id)
         return submitted.job_id
 
     async def follow(self, job_id: str, after_seq: int = 0) -> AsyncGenerator[Event, None]:

@@ -21,16 +21,17 @@ from headrace.messages import ENDED, End, Event
 SILENT_S = 1.0
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 1.0
+MAX_KNOWN = 65_536
 _GONE = "The job's events are no longer stored."
 
 
 class _Cursor:
     """Where one reader is. `last` is the seq it has; `event` that very event, if it was read here."""
 
-    def __init__(self, after_seq: int) -> None:
+    def __init__(self, after_seq: int, known: bool) -> None:
         self.last = after_seq
         self.event: Event | None = None
-        self.seen = after_seq > 0  # whether the job is known to have existed
+        self.seen = known or after_seq > 0  # whether the job is known to have existed
         self.ended = False
 
     def take(self, event: Event) -> bool:
@@ -60,6 +61,13 @@ class Follower:
         self._redis = redis or connect(url, max_connections=8)
         self._owns_redis = redis is None
         self._outage_s = outage_s
+        self._known: dict[str, None] = {}  # in order of arrival
+
+    def know(self, keys: Keys, job_id: str) -> None:
+        """The job was taken in: if the server knows nothing of it, it was lost, and is not waited for."""
+        self._known[keys.job(job_id)] = None
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
 
     async def start(self) -> None:
         self._channels.start()
@@ -83,7 +91,7 @@ class Follower:
         beyond its end, and RedisError when Redis is away for longer than `outage_s`.
         """
         self._channels.start()
-        channel, cursor = keys.live(job_id), _Cursor(after_seq)
+        channel, cursor = keys.live(job_id), _Cursor(after_seq, keys.job(job_id) in self._known)
         mailbox = self._channels.open(channel)
         try:
             while not cursor.ended:

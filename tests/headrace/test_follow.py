@@ -223,3 +223,15 @@ async def test_an_outage_longer_than_allowed_is_an_error(pool: Any, kit: Any) ->
         pool.server.kill()
         with pytest.raises((RedisError, OSError)):
             await asyncio.wait_for(collect(follower, pool, "any"), 20)
+
+
+async def test_a_job_that_was_taken_in_and_is_gone_is_lost_and_not_waited_for(
+    pool: Any, follower: Follower
+) -> None:
+    submitted = await pool.scripts.submit("normal", "gone", {"prompt": "hi"})
+    follower.know(pool.keys, submitted.job_id)
+    await pool.redis.flushall()
+    async with asyncio.timeout(5):
+        with pytest.raises(HeadraceError) as caught:
+            await collect(follower, pool, submitted.job_id)
+    assert caught.value.code == "lost"
