@@ -3,8 +3,8 @@
     python benchmarks/kernels.py [--threads 2] [--isa avx512|avx2|generic] [--seconds 0.5] [--json FILE]
 
 Products run over all matrices of a SmolLM2-135M (30 layers and the head), so that weights are streamed from
-memory as in a real step: a single layer would sit in the cache and flatter. Times are the best of several runs.
-The limits are probed here too: the fp32 peak by a product in the cache, the memory's rate by reading 256 MiB.
+memory as in a real step: a single layer would sit in the cache and flatter. Times are the best of some. The
+limits are probed here too: the fp32 peak by a product in the cache, the memory's rate by reading 256 MiB.
 """
 
 from __future__ import annotations
