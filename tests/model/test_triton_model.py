@@ -134,3 +134,58 @@ def test_the_runner_takes_triton_all_the_way(kit: SimpleNamespace, monkeypatch: 
         kit.Driver(runner).run(some, 3, chunk=lambda: 11)
         outputs.append([s.output for s in some])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what lies in the row without a sequence
+def test_a_captured_steps_buffers_give_the_bits_of_a_plain_step() -> None:
+    """Filled for three sequences of a batch of four, as a graph reads them; replayed twice on a card."""
+    import numpy as np
+
+    from worker.engine.plan import SequencePlan, StepPlan
+    from worker.model.graphs import StepBuffers, is_decode
+    from worker.model.inputs import build_inputs
+    from worker.model.selftest import BLOCK_SIZE, self_test_cache
+
+    model = plain_model("LlamaConfig")
+    found = models.try_triton(model, make_reference(model, 101, 64, CPU), DEVICE, torch.float32)
+    cache = self_test_cache(found, torch.float32, DEVICE)
+    tables, lengths = [[0, 3], [4], [1]], [19, 2, 7]
+
+    def inputs(decode: bool) -> Any:
+        parts = [
+            SequencePlan(i, [9] if decode else list(range(n)), n if decode else 0, table, None)
+            for i, (n, table) in enumerate(zip(lengths, tables, strict=True))
+        ]
+        return build_inputs(StepPlan(0, tuple(parts)), BLOCK_SIZE, DEVICE)
+
+    with torch.inference_mode():
+        found.logits(inputs(False), cache, torch.tensor([0], device=DEVICE))
+        rows = torch.arange(3, device=DEVICE)
+        expected = found.logits(inputs(True), cache, rows)
+        before = [t.clone() for t in (*cache.k, *cache.v)]
+        buffers = StepBuffers(4, 3, found.groups, 48, DEVICE)
+        assert is_decode(inputs(True))
+        assert not is_decode(inputs(False))
+        buffers.fill(inputs(True))
+        assert torch.equal(found.run(buffers.step, cache)[:3], expected)
+        assert all(torch.equal(a, b) for a, b in zip(before, (*cache.k, *cache.v), strict=True))
+    assert np.array_equal(buffers.step.slots.cpu().numpy()[3:], [-1])
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device: graphs are captured on one only")
+def test_replayed_graphs_give_the_bits_of_plain_steps(kit: SimpleNamespace) -> None:
+    from worker.model.graphs import GraphedModel
+    from worker.model.runner import ModelRunner
+
+    model = plain_model("LlamaConfig")
+    reference = make_reference(model, 101, 64, CPU)
+    loaded, _ = kit.tiny_model(transformers.LlamaConfig(**SMALL))
+    loaded.forward = models.try_triton(model, reference, DEVICE, torch.float32)
+    runners = [ModelRunner(loaded, num_blocks=20, block_size=16, graphs=on) for on in (False, True)]
+    assert isinstance(runners[1].forward, GraphedModel)
+    outputs = []
+    for runner in runners:
+        some = [kit.Sequence([5, 9, 4]), kit.Sequence([7] * 20), kit.Sequence([3])]
+        kit.Driver(runner).run(some, 8)
+        outputs.append([s.scored for s in some])
+    assert outputs[0] == outputs[1]

@@ -34,7 +34,10 @@ class PromptRows:
 
 
 class ModelRunner:
-    """Runs steps for one model. `encode_bad_word` spells a bad word in tokens, in every way to be banned."""
+    """Runs steps for one model. `encode_bad_word` spells a bad word in tokens, in every way to be banned.
+
+    `graphs`: replay decode steps as CUDA graphs where the model and the device permit.
+    """
 
     def __init__(
         self,
@@ -44,9 +47,17 @@ class ModelRunner:
         block_size: int,
         encode_bad_word: Callable[[str], Sequence[Sequence[int]]] | None = None,
         warm_up: bool = True,
+        graphs: bool = True,
     ) -> None:
         self.loaded = loaded
         self.kv = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        self.forward = loaded.forward
+        # Triton's model copies them itself, all at once where a graph is replayed.
+        self._inputs_device = torch.device("cpu") if loaded.forward.way == "triton" else loaded.device
+        if graphs and loaded.forward.way == "triton":
+            from worker.model.graphs import with_graphs
+
+            self.forward = with_graphs(loaded.forward, self.kv, loaded.max_model_len)
         self.sampler = _sampler_class()(loaded.tokenizer_vocab_size, sorted(loaded.eos_ids), encode_bad_word)
         if warm_up:
             self._warm_up()
@@ -57,9 +68,9 @@ class ModelRunner:
         self.kv.copy_blocks(plan.block_copies)
         if not plan.sequences:
             return StepResult({})
-        inputs = build_inputs(plan, self.kv.block_size, self.loaded.device)
+        inputs = build_inputs(plan, self.kv.block_size, self._inputs_device)
         rows, samples, prompts = _wanted_rows(plan, inputs)
-        logits = self.loaded.forward.logits(inputs, self.kv, rows)
+        logits = self.forward.logits(inputs, self.kv, rows)
         with torch_threads(1):  # many short operations, for which waking threads costs more than they save
             sampled = self.sampler.sample(logits[: len(samples)], samples)
             failed = dict(sampled.failed)

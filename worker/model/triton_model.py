@@ -102,12 +102,15 @@ class TritonModel:
         self._copies.clear()
 
     def logits(self, inputs: StepInputs, kv: KVCache, rows: Tensor) -> Tensor:
-        """Write this step's keys and values; the logits [R, vocab] fp32 of the packed tokens `rows` [R]."""
+        """Write this step's keys and values; the logits [R, vocab] fp32 of the packed tokens `rows` [R].
+
+        `inputs` and `rows` may be on the host.
+        """
         self.grow_tables(int(inputs.kv_lens.max()))
         sequences = device_sequences(inputs, self.groups, kv)
-        return self.run(
-            DeviceStep(inputs.token_ids[0], inputs.positions[0], inputs.slots, rows, sequences), kv
-        )
+        packed = (inputs.token_ids[0], inputs.positions[0], inputs.slots, rows)
+        ids, positions, slots, wanted = (t.to(self.device) for t in packed)
+        return self.run(DeviceStep(ids, positions, slots, wanted, sequences), kv)
 
     def run(self, step: DeviceStep, kv: KVCache) -> Tensor:
         """All of a step on the device, without a look at any value."""
