@@ -158,9 +158,14 @@ async def test_a_stored_answer_outlives_its_job(
     assert again.status_code == 200
 
 
-async def test_a_job_that_was_lost_is_told(http: httpx.AsyncClient, db: Any, worker: Any) -> None:
+async def test_a_job_that_was_lost_is_told(http: httpx.AsyncClient, db: Any, worker: Any, kit: Any) -> None:
     worker.gate.clear()
     created = (await http.post("/v1/responses", json=body(background=True))).json()
+
+    async def claimed() -> bool:
+        return len(worker.running) == 1
+
+    await kit.eventually(claimed)
     await db.delete(worker.keys.job(created["id"]), worker.keys.log(created["id"]))
     (event,) = await stream(http, "GET", f"/v1/responses/{created['id']}", params={"stream": "true"})
     assert (event["type"], event["response"]["error"]["code"]) == ("response.failed", "lost")
