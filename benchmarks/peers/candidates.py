@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def _vllm(name: str, folder: PeerFolder, threads: int) -> Candidate:
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_NO_USAGE_STATS": "1",
-        "PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{python.parent}:{os.environ.get('PATH', os.defpath)}",
     }
     return Candidate(name, driver(python, "drive_vllm.py", [str(model)], [], env), folder.version("vllm"))
 
