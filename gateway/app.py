@@ -97,7 +97,7 @@ async def _lifespan(settings: GatewaySettings, metrics: Metrics, app: Litestar) 
         tenants=tenants,
     )
     limits = Limits(tenants, directory, metrics.count_limited)
-    waiting = Waiting(redis, directory, tenants)
+    waiting = Waiting(redis)
     app.state.gateway = gateway = Gateway(settings, store, directory, metrics, pulse, limits, waiting)
     await follower.start()
     loops = [asyncio.ensure_future(pulse.run()), asyncio.ensure_future(reap_forever(gateway))]

@@ -66,7 +66,8 @@ class JobDTO(StrictDTO[JobRequest]):
 class JobState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A job's hash. Times are ms of Redis's clock; what is not known yet is left out.
 
-    While it waits: `position` (1: next), and estimates: the tokens ahead of it, and ms until it starts.
+    While it waits: `position` within its class (1: next), and estimates: the tokens ahead of it, as fair
+    sharing counts them, and ms until it starts.
     """
 
     id: str

@@ -50,7 +50,6 @@ class Tenants:
         self._policies: _Recent[str, Policy] = _Recent(FRESH_S)
         self._any: _Recent[str, bool] = _Recent(FRESH_S)
         self._spent: _Recent[str, int] = _Recent(FRESH_S)
-        self._means: _Recent[tuple[str, str], tuple[int, int]] = _Recent(FRESH_S)
         self._weights: _Recent[tuple[str, str, float], None] = _Recent(WEIGHT_FRESH_S)
 
     async def any_keys(self) -> bool:
@@ -82,15 +81,6 @@ class Tenants:
         """This month's use of every tenant that has a key, of the first `MAX_SHOWN` by name."""
         names = sorted({key.tenant for key in await self._store.keys()})[:MAX_SHOWN]
         return {name: await usage_of(self._redis, pools, name) for name in names}
-
-    async def mean_output(self, tenant: str, pool: str) -> tuple[int, int]:
-        """Jobs that have ended this month, and the tokens they generated."""
-
-        async def ask() -> tuple[int, int]:
-            used = await self.usage(tenant, [pool])
-            return used.jobs, used.output
-
-        return await self._means.get((tenant, pool), ask)
 
     async def take(self, tenant: str, policy: Policy, *, requests: int, tokens: int) -> Taken:
         return await self._pulse.guard(self._store.take(tenant, policy, requests=requests, tokens=tokens))

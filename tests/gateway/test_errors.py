@@ -52,7 +52,7 @@ ASK = {"messages": [{"role": "user", "content": "x"}]}
         (TEXT, {"prompt": [-1]}, "prompt"),
         (TEXT, {"prompt": ["x"] * 129}, "prompt"),
         (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
-        (TEXT, {"prompt": "x", "best_of": 2}, "best_of"),
+        (TEXT, {"prompt": "x", "n": 3, "best_of": 2}, "best_of"),
         (TEXT, {"prompt": [1], "echo": True}, "echo"),
         (TEXT, {"prompt": "x", "logprobs": True}, "logprobs"),
         (JOBS, {}, "prompt"),

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.directory import Pool
-from gateway.waiting import Pace
+from gateway.waiting import Queues
 
 pytestmark = pytest.mark.redis
 
@@ -20,7 +19,8 @@ async def submitted(http: httpx.AsyncClient, **fields: Any) -> str:
 
 async def walked(http: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]]:
     """All pages."""
-    found, after = [], {}
+    found: list[dict[str, Any]] = []
+    after: dict[str, str] = {}
     for _ in range(100):
         page = (await http.get("/v1/jobs", params={**query, **after})).json()
         found += page["data"]
@@ -77,19 +77,27 @@ async def test_a_tenants_key_lists_its_own(start_gateway: Any, http: httpx.Async
 async def test_where_a_queued_job_stands(http: httpx.AsyncClient, db: Any, kit: Any) -> None:
     normal = [await submitted(http) for _ in range(3)]
     high = await submitted(http, **{"class": "high"})
+    keys = kit.Keys(kit.POOL)
 
-    async def position(job_id: str) -> tuple[int, int]:
-        state = (await http.get(f"/v1/jobs/{job_id}")).json()
-        assert "eta_ms" not in state  # nobody works here, so nobody knows
-        return state["position"], state["ahead_tokens"]
+    async def state(job_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = (await http.get(f"/v1/jobs/{job_id}")).json()
+        return found
 
     async def all_sorted() -> bool:
-        return bool(await db.zcard(kit.Keys(kit.POOL).ready("normal")) == 3)
+        return bool(await db.zcard(keys.ready("normal")) == 3 and await db.zcard(keys.ready("high")) == 1)
 
     await kit.eventually(all_sorted)
-    assert await position(high) == (1, 0)
-    assert [(await position(job_id))[0] for job_id in normal][-1] == 4
-    assert (await position(normal[-1]))[1] == 3 * 256
+    states = [await state(job_id) for job_id in normal]
+    assert [each["position"] for each in states] == [1, 2, 3]
+    cost = states[1]["ahead_tokens"]
+    assert [each["ahead_tokens"] for each in states] == [0, cost, 2 * cost]
+    assert cost > 0
+    assert [each.get("eta_ms") for each in states] == [0, None, None]  # nobody works here: no pace is known
+    assert (await state(high))["position"] == 1
+    await db.hset(keys.vtime, mapping={"pace:cost": cost * 100, "pace:ms": 10_000})  # one such job in 100 ms
+    states = [await state(job_id) for job_id in normal]
+    # A high one waits too and has the larger share; at the latest all four are done in 400 ms.
+    assert [each["eta_ms"] for each in states] == [0, 400, 400]
 
 
 async def test_a_job_that_runs_stands_nowhere(http: httpx.AsyncClient, worker: Any, kit: Any) -> None:
@@ -98,14 +106,10 @@ async def test_a_job_that_runs_stands_nowhere(http: httpx.AsyncClient, worker: A
     assert "position" not in state
 
 
-def test_the_pace_of_a_pool() -> None:
-    pace = Pace()
-
-    def pool(**tokens: int) -> Pool:
-        return Pool("p", {name: {"generated_tokens": str(count)} for name, count in tokens.items()})
-
-    assert pace.read(pool(a=1000), 0.0) == 0.0
-    assert pace.read(pool(a=1100, b=50), 2.0) == 50.0  # b is new: what it did before is not known
-    assert pace.read(pool(a=1100, b=50), 100.0) == 50.0  # idle
-    assert pace.read(pool(a=1200, b=50), 102.0) == 50.0
-    assert pace.read(pool(a=10, b=250), 104.0) == pytest.approx(50 + 0.3 * 50)  # a has started again
+def test_how_long_it_takes() -> None:
+    queues = Queues({"high": 0, "normal": 4, "low": 2}, {"high": 0.0, "normal": 400.0, "low": 600.0}, 2.0)
+    assert queues.cost_before("normal", 3) == 300
+    assert queues.wait_ms("normal", 300) == pytest.approx(300 / (2.0 * 4 / 5))
+    assert queues.wait_ms("low", 600) == pytest.approx(500)  # when all that waits has gone, at the latest
+    assert queues.wait_ms("high", 0) == 0
+    assert Queues(queues.counts, queues.costs, 0.0).wait_ms("low", 300) is None
