@@ -143,10 +143,21 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
         str, Meta(description="Unique name; not set: host, process id and a random part.")
     ] = msgspec.field(default_factory=_worker_id)
     kernels: Annotated[
-        str, Meta(description="Kernel backend; auto: the fastest that runs here. A missing one is an error.")
+        Literal["auto", "torch", "cpu", "triton"],
+        Meta(description="Kernel backend; auto: the fastest that runs here. A missing one is an error."),
     ] = "auto"
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Port of /metrics; 0: off.")] = 0
     metrics_host: Annotated[str, Meta(description="Address that /metrics listens on.")] = "127.0.0.1"
+    weights: Annotated[
+        Literal["auto", "fp32", "bf16", "q8", "q4"],
+        Meta(description="How the compiled CPU kernels keep weights; auto: as the file has them."),
+    ] = "auto"
+    activations: Annotated[
+        Literal["fp32", "int8"],
+        Meta(
+            description="Arithmetic of products on the CPU; int8: in groups of 32, faster and less precise."
+        ),
+    ] = "fp32"
     trust_remote_code: Annotated[
         bool, Meta(description="Run Python code that comes with the model. Only for models you trust.")
     ] = False

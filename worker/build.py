@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from headrace import PROTOCOL_VERSION, __version__
-from headrace.config import ConfigError, WorkerSettings, parse_memory
+from headrace.config import ConfigError, WorkerSettings, env_name, parse_memory
 from worker import simulated
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
@@ -63,11 +64,15 @@ def build_real(settings: WorkerSettings) -> Built:
     from worker.model.loader import load
     from worker.model.runner import ModelRunner
 
+    os.environ[env_name("kernels")] = settings.kernels  # where the kernels look for it, also if set by a flag
+
     loaded = load(
         settings.model,
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads or None,
+        weights=settings.weights,
+        activations=settings.activations,
         trust_remote_code=settings.trust_remote_code,
         cache_dir=settings.cache_dir,
     )
