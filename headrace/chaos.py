@@ -207,10 +207,10 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
 
 
-def report(heard: Sequence[Heard]) -> dict[str, float | int]:
+def report(heard: Sequence[Heard]) -> dict[str, float | int | str]:
     """The figures of a crowd: jobs, tokens, takeovers, lost, bad, and the gaps between events in ms."""
     gaps_ms = [gap * 1000 for h in heard for gap in h.gaps_s]
-    figures: dict[str, float | int] = {
+    figures: dict[str, float | int | str] = {
         "jobs": len(heard),
         "tokens": sum(h.tokens for h in heard),
         "takeovers": sum(max(h.attempt - 1, 0) for h in heard),
@@ -219,4 +219,5 @@ def report(heard: Sequence[Heard]) -> dict[str, float | int]:
     }
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max", 1.0)):
         figures[f"gap_{name}_ms"] = round(percentile(gaps_ms, share), 1)
-    return figures
+    slowest = max(heard, key=lambda h: max(h.gaps_s, default=0.0), default=None)
+    return figures | ({"slowest_job": slowest.job_id} if slowest else {})

@@ -124,18 +124,19 @@ def test_writes_refused_for_a_while(pool, tools, worker, running, fault):
 FIXED = ["vtime", "leases", "deadlines", "ids", "suspects", "hooks", "dead", "undecodable", "workers"]
 
 
-@pytest.mark.parametrize("name", [*FIXED, "q:high", "ready:high"])
-def test_wrong_type_on_a_key_of_the_pool(pool, tools, worker, running, name):
-    key = f"hr:{{smollm2}}:{name}"
-    pool.redis.set(key, "of somebody else")
-    if name != "leases":  # without leases nobody can take a job
-        other = pool.submit(prompt="meanwhile", max_tokens=4, temperature=0)
-        assert tools.text_of(pool.wait_end(other, 10)) == tools.answer("meanwhile", 4)
-    else:
-        time.sleep(1.0)
-    pool.redis.delete(key)
-    tools.eventually(lambda: end_of(pool, running)[0], 15)
-    assert_undisturbed(pool, tools, running)
+def test_wrong_type_on_each_key_of_the_pool(pool, tools, worker):
+    for name in [*FIXED, "q:high", "ready:high"]:
+        running = pool.submit(**RUNNING | {"max_tokens": 25})
+        pool.wait_tokens(running, 2)
+        key = f"hr:{{smollm2}}:{name}"
+        pool.redis.set(key, "of somebody else")
+        if name != "leases":  # without leases nobody can take a job
+            other = pool.submit(prompt="meanwhile", max_tokens=4, temperature=0)
+            assert tools.text_of(pool.wait_end(other, 10)) == tools.answer("meanwhile", 4), name
+        else:
+            time.sleep(1.0)
+        pool.redis.delete(key)
+        assert tools.text_of(pool.wait_end(running, 15)) == tools.answer(RUNNING["prompt"], 25), name
     assert_lives(pool, tools, worker)
 
 
