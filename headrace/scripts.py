@@ -74,7 +74,7 @@ __all__ = [
 HOUR_MS = 3_600_000
 DAY_MS = 86_400_000
 MAX_FIELDS = 1000
-SCAN_COUNT = 200
+SCAN_COUNT = 1000
 
 
 def _clearer(error: ResponseError) -> Exception:
