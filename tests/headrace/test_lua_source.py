@@ -22,7 +22,8 @@ KEY = re.compile(r"(k|j)\.(\w+)(\[[\w.]+\])?|KEYS\[[^\]]+\]|queue|key|vtime_key"
 KEY_AT = {"XREADGROUP": "STREAMS", "XGROUP": 1, "XINFO": 1, "MEMORY": 1}
 KEY_FIELDS = {
     "queue", "ready", "vtime", "leases", "deadlines", "ids", "dead", "ctl", "workers", "undecodable",
-    "hooks", "usage", "suspects", "rate", "keys", "key", "job", "log", "live", "idem", "high", "normal", "low",
+    "hooks", "usage", "suspects", "rate", "keys", "key", "job", "log", "live", "idem",
+    "high", "normal", "low",
 }  # fmt: skip
 
 
