@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -26,6 +28,13 @@ def tree(roots: Iterable[int]) -> set[int]:
 def peak_mib(roots: Iterable[int]) -> int:
     """The peak resident sizes of a tree, added up, MiB: pages shared by two processes count twice."""
     return round(sum(_peak_kib(pid) for pid in tree(roots)) / 1024)
+
+
+def end_rest(pids: Iterable[int]) -> None:
+    """Ends at once those of `pids` that are still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _children() -> dict[int, list[int]]:

@@ -17,6 +17,7 @@ import msgspec
 
 from benchmarks.load import LoadError
 from benchmarks.peers.client import complete
+from benchmarks.peers.processes import end_rest, tree
 from benchmarks.peers.work import Answer, PeerRequest
 from benchmarks.serving import own_redis, serving
 from headrace.processes import start_child, stop_child
@@ -127,7 +128,9 @@ def driver(
             yield session
             writer.close()
         finally:
+            whole = tree({process.pid})
             await asyncio.to_thread(stop_child, process, timeout_s=20.0)
+            end_rest(whole)  # an engine of several processes may outlive its first
 
     return start
 

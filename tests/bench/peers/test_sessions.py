@@ -1,10 +1,13 @@
 """A driver as a real process, which answers as the peers' do."""
 
+import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from benchmarks.load import LoadError
+from benchmarks.peers.processes import tree
 from benchmarks.peers.sessions import DRIVERS, driver, headrace
 from benchmarks.peers.work import PeerRequest, summary_of
 
@@ -40,6 +43,24 @@ async def test_requests_go_out_and_answers_come_back(tmp_path: Path) -> None:
             assert (first.id, first.tokens, len(first.token_s)) == (1, 3, 3)
             assert (second.id, second.tokens) == (2, 4)
             assert second.token_s[0] >= 0.1
+
+
+LEAVING = COUNTING.replace("print(", "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, ")
+
+
+async def test_no_process_of_a_driver_outlives_it(tmp_path: Path) -> None:
+    start = driver("python3", script(tmp_path, LEAVING), [str(DRIVERS)], [], {})
+    async with start(tmp_path / "log") as session:
+        assert len(tree(session.pids)) == 2
+        [left] = tree(session.pids) - session.pids
+    with pytest.raises(ProcessLookupError):
+        await until_gone(left)
+
+
+async def until_gone(pid: int) -> None:
+    while True:
+        os.kill(pid, 0)
+        await asyncio.sleep(0.01)
 
 
 async def test_a_driver_that_dies_is_told(tmp_path: Path) -> None:
