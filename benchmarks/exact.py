@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.messages import SamplingParams
-from headrace_kernels.dispatch import set_threads as set_kernel_threads
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.outputs import FailedOutput, TokenOutput
@@ -113,7 +112,7 @@ class Runs:
         return Engine(Scheduler(config), runner, time.monotonic)
 
     def alone(self, jobs: list[Request]) -> Spoken:
-        use_threads(2)
+        torch.set_num_threads(2)
         spoken: Spoken = defaultdict(list)
         engine = self.engine(Round(1024, False, 512, 8, 2))
         for job in jobs:
@@ -123,7 +122,7 @@ class Runs:
         return spoken
 
     def crowded(self, jobs: list[Request], r: Round, rng: random.Random) -> tuple[Spoken, int]:
-        use_threads(r.threads)
+        torch.set_num_threads(r.threads)  # the compiled kernels follow
         spoken: Spoken = defaultdict(list)
         engine = self.engine(r)
         waiting = rng.sample(jobs, len(jobs))
@@ -145,12 +144,6 @@ class Runs:
                     engine.abort(f"x-{n + 1}")
         engine.scheduler.check_integrity()
         return spoken, engine.stats().preemptions
-
-
-def use_threads(count: int) -> None:
-    """For torch and for the compiled kernels, which have threads of their own."""
-    torch.set_num_threads(count)
-    set_kernel_threads(count)
 
 
 def listen(engine: Engine, spoken: Spoken) -> None:
