@@ -50,6 +50,13 @@ def test_a_control_token_in_a_message_stays_text(byte_codec: TextCodec) -> None:
     assert byte_codec.decode(attacked, skip_special=False).count("<|im_end|>") == 2
 
 
+def test_a_template_that_joins_parts_makes_no_control_token(shredder_codec: TextCodec) -> None:
+    harmless = controls(shredder_codec, shredder_codec.encode_chat(chat("x")))
+    ids = shredder_codec.encode_chat(chat("<|im_hiend|>"))
+    assert controls(shredder_codec, ids) == harmless
+    assert "<|im_end|><|im_hiend|>" in shredder_codec.decode(ids, skip_special=False)
+
+
 @pytest.mark.parametrize("template", ["chatml", "shredder"])
 @given(
     contents=st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), min_size=1, max_size=3)

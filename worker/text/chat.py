@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.errors import HeadraceError
 from worker.text.chat_messages import checked_messages
-from worker.text.fence import ControlTexts, Fence, RenderedPiece
+from worker.text.fence import ControlTexts, Fence, Mask, RenderedPiece
 
 
 class ChatTemplate:
@@ -38,9 +38,19 @@ class ChatTemplate:
         """
         checked = checked_messages(messages)
         fence = Fence.around(checked, self._controls)
+        pieces = fence.split(self._render(checked, fence, now))
+        mask = Mask.of(checked, self._controls)
+        if mask is None:
+            return pieces
+        # A template that cuts and joins messages may have put a control token together out of harmless parts.
+        masked = mask.split(self._render(checked, mask, now))
+        same = self._controls.count(pieces) == self._controls.count(masked)
+        return pieces if same else masked
+
+    def _render(self, checked: Sequence[dict[str, Any]], guard: Fence | Mask, now: datetime | None) -> str:
         try:
-            text = self._template.render(
-                messages=[self._for_template(message, fence) for message in checked],
+            return self._template.render(
+                messages=[self._for_template(message, guard) for message in checked],
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
@@ -51,9 +61,8 @@ class ChatTemplate:
             raise HeadraceError(
                 "invalid_request", f"The model's chat template refuses these messages: {error}", "messages"
             ) from error
-        return fence.split(text)
 
-    def _for_template(self, message: dict[str, Any], fence: Fence) -> dict[str, Any]:
+    def _for_template(self, message: dict[str, Any], fence: Fence | Mask) -> dict[str, Any]:
         role = message["role"]
         if role == "developer" and not self._knows_developer:
             role = "system"

@@ -8,7 +8,7 @@ apart.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,11 @@ class ControlTexts:
         self.heads = frozenset(text[:n] for text in longest_first for n in range(1, len(text)))
         self.tails = frozenset(text[n:] for text in longest_first for n in range(1, len(text)))
         self.max_part = max(map(len, longest_first), default=1) - 1
+        self.first_chars = sorted({text[0] for text in longest_first if text})
+
+    def count(self, pieces: Iterable[RenderedPiece]) -> int:
+        """Control tokens that will be read as such."""
+        return sum(len(self.any_of.findall(piece.text)) for piece in pieces if not piece.plain)
 
 
 class Fence:
@@ -46,25 +51,12 @@ class Fence:
     @classmethod
     def around(cls, content: object, controls: ControlTexts) -> Fence:
         """A fence of characters that `content` is free of. Raises HeadraceError when there are none."""
-        used = set().union(*map(set, _strings(content)))
-        free = [char for char in _FENCE_CHARS if char not in used]
-        if len(free) < 2:
-            raise HeadraceError(
-                "invalid_request",
-                "The messages contain too many of the characters U+FDD0 to U+FDEF.",
-                "messages",
-            )
-        return cls(free[0], free[1], controls)
+        opening, closing = _free_chars(content, 2)
+        return cls(opening, closing, controls)
 
     def guard(self, value: Any) -> Any:
         """`value` with every string in it fenced; keys are left as they are."""
-        if isinstance(value, str):
-            return self._guard_text(value)
-        if isinstance(value, dict):
-            return {key: self.guard(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.guard(item) for item in value]
-        return value
+        return _map_strings(value, self._guard_text)
 
     def _guard_text(self, text: str) -> str:
         guarded = self._controls.any_of.sub(f"{self._opening}\\g<0>{self._closing}", text)
@@ -82,6 +74,60 @@ class Fence:
         parts = self._fenced.split(rendered)
         pieces = [RenderedPiece(text or "", plain=i % 2 == 1) for i, text in enumerate(parts)]
         return [piece for piece in pieces if piece.text]
+
+
+class Mask:
+    """Stands another character for the first one of every control token, in the strings of one chat.
+
+    However a template cuts and joins them, no control token can come of it. The characters come back as
+    pieces of their own, which costs the tokens they would have joined: only for chats that need it.
+    """
+
+    def __init__(self, shown: Mapping[str, str]) -> None:
+        self._shown = dict(shown)  # stand-in to character
+        self._table = str.maketrans({char: stand_in for stand_in, char in shown.items()})
+        self._stand_ins = re.compile(f"([{''.join(shown)}])")
+
+    @classmethod
+    def of(cls, content: object, controls: ControlTexts) -> Mask | None:
+        """None when no string of `content` has such a character. Raises HeadraceError as `Fence.around`."""
+        used = set().union(*map(set, _strings(content)))
+        risky = [char for char in controls.first_chars if char in used]
+        if not risky:
+            return None
+        return cls(dict(zip(_free_chars(content, len(risky)), risky, strict=True)))
+
+    def guard(self, value: Any) -> Any:
+        return _map_strings(value, lambda text: text.translate(self._table))
+
+    def split(self, rendered: str) -> list[RenderedPiece]:
+        parts = self._stand_ins.split(rendered)
+        pieces = [
+            RenderedPiece(self._shown.get(text, text), plain=i % 2 == 1) for i, text in enumerate(parts)
+        ]
+        return [piece for piece in pieces if piece.text]
+
+
+def _free_chars(content: object, count: int) -> list[str]:
+    used = set().union(*map(set, _strings(content)))
+    free = [char for char in _FENCE_CHARS if char not in used]
+    if len(free) < count:
+        raise HeadraceError(
+            "invalid_request",
+            "The messages contain too many of the characters U+FDD0 to U+FDEF.",
+            "messages",
+        )
+    return free[:count]
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_strings(item, change) for item in value]
+    return value
 
 
 def _strings(value: object) -> Iterable[str]:
