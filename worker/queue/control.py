@@ -13,7 +13,7 @@ from headrace.keys import Keys
 
 log = structlog.get_logger("headrace.control")
 
-BLOCK_MS = 1_000  # also how soon an idle worker looks for expired leases
+BLOCK_MS = 1_250  # also how soon an idle worker looks for expired leases
 RETRY_S = 1.0
 
 
