@@ -203,9 +203,6 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     response_retention_ms: Annotated[
         int, Meta(ge=1, description="How long a stored response can be looked up and gone on with, ms.")
     ] = 86_400_000
-    stream_buffer_events: Annotated[
-        int, Meta(ge=1, description="Events held for a slow reader before it goes on from the log.")
-    ] = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -91,7 +91,7 @@ class Mask:
     @classmethod
     def of(cls, content: object, controls: ControlTexts) -> Mask | None:
         """None when no string of `content` has such a character. Raises HeadraceError as `Fence.around`."""
-        used = set().union(*map(set, _strings(content)))
+        used = _chars_of(content)
         risky = [char for char in controls.first_chars if char in used]
         if not risky:
             return None
@@ -108,8 +108,12 @@ class Mask:
         return [piece for piece in pieces if piece.text]
 
 
+def _chars_of(content: object) -> set[str]:
+    return set().union(*map(set, _strings(content)))
+
+
 def _free_chars(content: object, count: int) -> list[str]:
-    used = set().union(*map(set, _strings(content)))
+    used = _chars_of(content)
     free = [char for char in _FENCE_CHARS if char not in used]
     if len(free) < count:
         raise HeadraceError(
