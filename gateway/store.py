@@ -93,6 +93,7 @@ class Store:
             idem_key=job.idem_key,
             body_hash=job.body_hash,
             max_entries=self._settings.max_queue_entries,
+            max_bytes=self._settings.max_queue_bytes,
         )
         self._follower.know(Keys(job.ref.pool), submitted.job_id)
         return JobRef(job.ref.pool, submitted.job_id)
@@ -107,6 +108,7 @@ class Store:
             prompt_tokens=prompt_tokens,
             tenant=job.tenant,
             max_entries=self._settings.max_queue_entries,
+            max_bytes=self._settings.max_queue_bytes,
         )
         return JobRef(job.ref.pool, submitted.job_id)
 

@@ -107,12 +107,14 @@ class Client:
         webhook: str | None = None,
         meta: Any = None,
         max_entries: int = 0,
+        max_bytes: int = 0,
         **params: Any,
     ) -> str:
         """Checks and submits; the job's id. `params` are the protocol's sampling parameters, by name.
 
         Raises HeadraceError: `invalid_request` naming the field, `conflict` for an id or `idem_key` that
-        another request has, `overloaded` when `max_entries` wait or run; RedisError when Redis stays away.
+        another request has, `overloaded` when `max_entries` wait or run or take `max_bytes` (0: any);
+        RedisError when Redis stays away.
         """
         request = {
             "prompt": prompt,
@@ -125,7 +127,13 @@ class Client:
         chosen = job_id or new_job_id()
         submitted = await _retried(
             lambda: self._scripts.submit(
-                job_class, chosen, fields, tenant=tenant, idem_key=idem_key, max_entries=max_entries
+                job_class,
+                chosen,
+                fields,
+                tenant=tenant,
+                idem_key=idem_key,
+                max_entries=max_entries,
+                max_bytes=max_bytes,
             )
         )
         self._follower.know(self.keys, submitted.job_id)

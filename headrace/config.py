@@ -62,6 +62,13 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="Waiting jobs above which new ones are refused as overloaded; 0: no limit."),
     ] = 10_000
+    max_queue_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Bytes of requests waiting or running above which new jobs are refused; 0: no limit.",
+        ),
+    ] = 268_435_456
     retention_ms: Annotated[
         int, Meta(ge=1, description="How long a job and its log stay after its end, ms.")
     ] = 3_600_000

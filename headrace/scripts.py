@@ -166,6 +166,7 @@ class Scripts:
         prompt_tokens: int,
         tenant: str = "default",
         max_entries: int = 0,
+        max_bytes: int = 0,
         job_ttl_ms: int = 7 * DAY_MS,
     ) -> Submitted:
         """As `submit`, for a job whose log begins with `events` (seq 1, 2, …), the first of which it said."""
@@ -176,13 +177,15 @@ class Scripts:
         body = payload_hash([*flat, *(value for each in said for value in each)])
         keys = self._keys
         call_keys = [*(keys.queue(c) for c in CLASSES), keys.job(job_id), keys.log(job_id)]
-        args: list[Any] = [job_class, job_id, body, max_entries, job_ttl_ms, tenant]
+        args: list[Any] = [job_class, job_id, body, max_entries, max_bytes, job_ttl_ms, tenant]
         args += [fields.get("ttl_ms") or 0, prompt_tokens, len(said)]
         for each in said:
             args += [len(each), *each]
         kind, found, entry = _texts(await self._run("fork", (call_keys, [*args, *flat])), width=3)
-        if kind in ("conflict", "overloaded"):
-            raise HeadraceError(kind, field="id" if kind == "conflict" else None)
+        if kind == "conflict":
+            raise HeadraceError("conflict", field="id")
+        if kind == "overloaded":
+            raise Overloaded(found, 0)
         return Submitted(found, entry, kind == "existing")
 
     async def pick(

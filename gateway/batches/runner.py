@@ -189,6 +189,7 @@ class BatchRunner:
             job.fields,
             tenant=job.tenant,
             max_entries=self._settings.max_queue_entries,
+            max_bytes=self._settings.max_queue_bytes,
         )
 
     async def _stop_jobs(self, jobs: dict[int, OpenJob]) -> None:

@@ -24,15 +24,9 @@ if state[1] then
   return {'existing', id, state[4] or ''}
 end
 
-local entries, bytes = 0, 0
-for _, name in ipairs(CLASSES) do
-  local length = redis.pcall('XLEN', k.queue[name])
-  entries = entries + (wrong_type(length) and 0 or length)
-  if max_bytes > 0 then bytes = bytes + (redis.call('MEMORY', 'USAGE', k.queue[name]) or 0) end
-end
 local e = estimate({unpack(ARGV, FIELDS)}, default_output)
 local ahead = forecast(k, class, e.tenant, cost_of(e, output_weight))
-local full = (max_entries > 0 and entries >= max_entries and 'entries') or (max_bytes > 0 and bytes >= max_bytes and 'bytes')
+local full = full_of(k.queue, max_entries, max_bytes)
 if full then
   local rate = pace(k)
   return {'overloaded', full, exact(math.ceil(rate > 0 and ahead.all * PART_TO_DRAIN / rate or 0))}

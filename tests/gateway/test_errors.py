@@ -120,11 +120,12 @@ async def test_a_body_over_the_limit(start_gateway: Any) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
 
 
-async def test_a_full_queue(start_gateway: Any) -> None:
-    gateway = await start_gateway(max_queue_entries=2)
+@pytest.mark.parametrize("ceiling", [{"max_queue_entries": 2}, {"max_queue_bytes": 6000}])
+async def test_a_full_queue(start_gateway: Any, ceiling: dict[str, int]) -> None:
+    gateway = await start_gateway(**ceiling)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
         for _ in range(2):
-            assert (await client.post(JOBS, json={"prompt": "x"})).status_code == 202
+            assert (await client.post(JOBS, json={"prompt": "x" * 3000})).status_code == 202
         for path, body in ((JOBS, {"prompt": "x"}), (CHAT, {**ASK, "stream": True})):
             answer = await client.post(path, json=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, Overloaded
+from headrace.messages import Delta
 
 pytestmark = pytest.mark.redis
 
@@ -66,6 +68,19 @@ async def test_ceilings(pool: Any) -> None:
     with pytest.raises(HeadraceError, match="overloaded"):
         await pool.scripts.submit("high", "b", {"prompt": "a"}, max_bytes=10_000)
     await pool.scripts.submit("high", "b", {"prompt": "a"}, max_entries=4, max_bytes=1_000_000)
+
+
+async def test_the_ceiling_of_bytes_sees_large_entries_behind_small_ones(pool: Any) -> None:
+    for _ in range(600):  # enough to fill the nodes that MEMORY USAGE samples unless told otherwise
+        await pool.add(prompt="x" * 60)
+    for _ in range(5):
+        await pool.add(prompt="x" * 500_000)
+    said = [Delta(seq=1, text="x", ids=[1])]
+    for submit in (pool.scripts.submit, partial(pool.scripts.fork, events=said, prompt_tokens=1)):
+        with pytest.raises(Overloaded, match="as many bytes") as caught:
+            await submit("high", "b", {"prompt": "a"}, max_bytes=2_000_000)
+        assert caught.value.retry_after_s >= 1
+    await pool.scripts.submit("high", "b", {"prompt": "a"}, max_bytes=4_000_000)
 
 
 async def test_an_old_cancel_flag_does_not_touch_a_new_job(pool: Any) -> None:

@@ -49,6 +49,27 @@ local function split_member(member)
   if class == 'high' or class == 'normal' or class == 'low' then return class, entry end
 end
 
+-- Entries of all classes, waiting and running; and their bytes, if a ceiling of bytes asks for them.
+local BYTE_SAMPLES = 10000 -- nodes; with the default of 5 small entries in front hide the large ones behind
+local function held(queues, max_bytes)
+  local entries, bytes = 0, 0
+  for _, class in ipairs(CLASSES) do
+    local queue = queues[class]
+    local length = redis.pcall('XLEN', queue)
+    entries = entries + (wrong_type(length) and 0 or length)
+    if max_bytes > 0 then
+      bytes = bytes + (redis.call('MEMORY', 'USAGE', queue, 'SAMPLES', BYTE_SAMPLES) or 0)
+    end
+  end
+  return entries, bytes
+end
+
+-- Which ceiling is reached, if one is (0: none).
+local function full_of(queues, max_entries, max_bytes)
+  local entries, bytes = held(queues, max_bytes)
+  return (max_entries > 0 and entries >= max_entries and 'entries') or (max_bytes > 0 and bytes >= max_bytes and 'bytes')
+end
+
 local function set_of(keys, first)
   return {high = keys[first], normal = keys[first + 1], low = keys[first + 2]}
 end
