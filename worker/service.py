@@ -56,7 +56,7 @@ class WorkerService:
         self._redis = connect(settings.redis_url)
         self._blocking = connect(settings.redis_url, blocking=True)
         self._pubsub = connect(settings.redis_url, blocking=True)
-        self._sync_redis = connect_sync(settings.redis_url)
+        self._sync_redis = connect_sync(settings.redis_url, tag=settings.pool)
         self._scripts = Scripts(self._redis, self._keys)
         self._report: StepReport | None = None
         self._utilisation = Utilisation()
@@ -143,21 +143,19 @@ class WorkerService:
         self._watchdog.start()
         self._leases.start()
         publisher = asyncio.create_task(self._publisher.run())
+        claimer = asyncio.create_task(self._claimer.run())
         loops = self._start_loops()
         stop = asyncio.create_task(self._draining.wait())
-        done, _ = await asyncio.wait([publisher, stop, *loops], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([publisher, claimer, stop, *loops], return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stop}:
             self._fatal = self._fatal or task.exception()
             log.error("worker_task_failed", exc_info=task.exception())
-        for task in [stop, *loops]:
-            task.cancel()
-        await asyncio.gather(stop, *loops, *self._checks, return_exceptions=True)
-        await self._drain(publisher)
+        await self._cancelled(stop, *loops)
+        await self._drain(publisher, claimer)
         return 0 if self._fatal is None else 1
 
     def _start_loops(self) -> list[asyncio.Task[None]]:
         loops: list[Coroutine[Any, Any, None]] = [
-            self._claimer.run(),
             self._claimer.watch(),
             self._control.run(),
             self._every(REFRESH_S, self._write_card),
@@ -186,11 +184,14 @@ class WorkerService:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._draining.wait(), REDIS_RETRY_S)
 
-    async def _drain(self, publisher: asyncio.Task[None]) -> None:
+    async def _drain(self, publisher: asyncio.Task[None], claimer: asyncio.Task[None]) -> None:
         """Gives back what runs, with all its tokens in the log: another worker goes on from there at once."""
         timeout_s = self._settings.drain_timeout_s
+        self._claimer.stop()
+        self._reported.set()
         stopped = await asyncio.to_thread(self._engine.stop, timeout_s)
-        await asyncio.sleep(0)  # the engine's last report was handed over before its thread ended
+        # The step under way and the claims under way end; what they bring is given back with the rest.
+        await asyncio.wait([claimer], timeout=timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 if self._leases.valid() and not publisher.done():
@@ -202,8 +203,7 @@ class WorkerService:
             log.info("worker_drained", released=len(held), engine_stopped=stopped)
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("drain_incomplete", error=type(error).__name__, held=len(self._leases.held()))
-        publisher.cancel()
-        await asyncio.gather(publisher, return_exceptions=True)
+        await self._cancelled(publisher, claimer, *self._checks)
         await asyncio.to_thread(self._leases.stop)
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
@@ -211,6 +211,12 @@ class WorkerService:
         for client in (self._redis, self._blocking, self._pubsub):
             with suppress(RedisError, OSError):
                 await client.aclose()
+
+    @staticmethod
+    async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- from the engine thread
 
@@ -267,9 +273,12 @@ class WorkerService:
             self._leases.drop(job.job_id)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.lease_ms / 1000):
-                while self._report is not None and self._report.stats.running + self._report.stats.waiting:
+                while self._engine_has_work() and not self._draining.is_set():
                     self._reported.clear()
                     await self._reported.wait()
+
+    def _engine_has_work(self) -> bool:
+        return self._report is not None and self._report.stats.running + self._report.stats.waiting > 0
 
     def _handle_lost(self, lost: Collection[HeldJob]) -> None:
         self._spawn(self._make_good(list(lost)))

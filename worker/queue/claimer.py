@@ -51,7 +51,13 @@ class Claimer:
         self._last_ids = dict.fromkeys(CLASSES, "0-0")
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
+        self._stopping = False
         self.waiting = 0  # sorted entries that nobody has claimed, as of the last look
+
+    def stop(self) -> None:
+        """`run` ends behind the round under way: what one cut short has picked waits for its lease to end."""
+        self._stopping = True
+        self._wake.set()
 
     def wake(self) -> None:
         """Something has changed: an entry, room in the engine, a job given back."""
@@ -59,7 +65,7 @@ class Claimer:
 
     async def run(self) -> None:
         failing = False
-        while True:
+        while not self._stopping:
             self._wake.clear()
             try:
                 more = await self._claim_once()
@@ -72,7 +78,7 @@ class Claimer:
                 failing, more = True, False
                 await asyncio.sleep(RETRY_S)
             self._looked.set()
-            if not more:
+            if not more and not self._stopping:
                 await self._wake.wait()
 
     async def watch(self) -> None:
