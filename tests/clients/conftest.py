@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ import httpx
 import pytest
 import redis
 
+from headrace.config import default_cache_dir
 from headrace.keys import Keys
 
 NODE = Path(__file__).parent / "node"
@@ -109,27 +112,30 @@ def expected(stack: Stack) -> str:
 
 
 @pytest.fixture(scope="session")
-def node_modules() -> Path:
-    """Vercel's packages, installed beside the script that uses them."""
+def node_project() -> Path:
+    """The script that uses Vercel's packages, beside them. They are installed once for each set of versions."""
     npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("npm is not installed")
-    wanted = json.loads((NODE / "package.json").read_text())["dependencies"]
-    if _installed() != wanted:
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("node and npm are not installed")
+    wanted = (NODE / "package.json").read_bytes()
+    project = Path(default_cache_dir()) / "node" / hashlib.sha256(wanted).hexdigest()[:16]
+    if not (project / "node_modules").is_dir():
+        _install(npm, project)
+    shutil.copy(NODE / "ask.mjs", project)
+    return project
+
+
+def _install(npm: str, project: Path) -> None:
+    """Elsewhere first: what was interrupted is never taken for complete."""
+    project.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=project.parent) as started:
+        shutil.copy(NODE / "package.json", started)
         command = [npm, "install", "--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error"]
-        done = subprocess.run(command, cwd=NODE, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, cwd=started, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr[-2000:]
-    return NODE
-
-
-def _installed() -> dict[str, str]:
-    packages = [*NODE.glob("node_modules/ai/package.json"), *NODE.glob("node_modules/@ai-sdk/*/package.json")]
-    found = {}
-    for path in packages:
-        package = json.loads(path.read_text())
-        if package["name"] in ("ai", "@ai-sdk/openai-compatible"):
-            found[package["name"]] = package["version"]
-    return dict(sorted(found.items()))
+        project.mkdir(exist_ok=True)
+        os.replace(Path(started) / "node_modules", project / "node_modules")
+        shutil.copy(NODE / "package.json", project)
 
 
 @pytest.fixture

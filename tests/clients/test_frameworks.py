@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.filterwarnings("ig
 
 @pytest.fixture
 def langchain(stack: Any) -> Any:
-    kinds = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
-    return kinds.ChatOpenAI(
+    from langchain_openai import ChatOpenAI  # slow to import, as is litellm
+
+    return ChatOpenAI(
         model="smollm2",
         base_url=f"{stack.url}/v1",
         api_key="any",
@@ -57,7 +57,9 @@ def test_langchain_is_told_what_is_not_there_yet(langchain: Any) -> None:
 
 @pytest.fixture
 def litellm() -> Any:
-    return pytest.importorskip("litellm", reason="litellm is not installed")
+    import litellm
+
+    return litellm
 
 
 async def test_litellm(litellm: Any, stack: Any, kit: Any, expected: str) -> None:
@@ -74,12 +76,9 @@ async def test_litellm(litellm: Any, stack: Any, kit: Any, expected: str) -> Non
         litellm.completion(**{**ask, "model": "openai/nobody"}, num_retries=0)
 
 
-def test_vercels_ai_sdk(stack: Any, node_modules: Path, expected: str) -> None:
-    node = shutil.which("node")
-    assert node is not None, "npm is there and node is not"
-    done = subprocess.run(
-        [node, "ask.mjs", stack.url], cwd=node_modules, capture_output=True, text=True, timeout=60
-    )
+def test_vercels_ai_sdk(stack: Any, node_project: Path, expected: str) -> None:
+    command = ["node", "ask.mjs", stack.url]
+    done = subprocess.run(command, cwd=node_project, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     got = json.loads(done.stdout)
     assert got["whole"]["text"] == got["streamed"]["text"] == expected

@@ -8,8 +8,8 @@ import httpx
 import hypothesis
 import pytest
 import requests
+import schemathesis
 
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.filterwarnings("ignore")]
 
 EXAMPLES = {"positive": 5, "negative": 3}  # to each operation
@@ -28,13 +28,18 @@ def test_the_document_says_what_is_served(schema: Any, mode: str) -> None:
     told = []
     for found in schema.get_all_operations():
         operation = found.ok()
+        if mode == "negative" and not _can_be_wrong(operation):
+            continue
         try:
             _check(operation, mode)
-        except hypothesis.errors.Unsatisfiable:
-            continue  # takes nothing that could be wrong
         except BaseExceptionGroup as problems:
             told.append(f"{operation.label}: {problems.exceptions[0]}")
     assert not told, "\n\n".join(told)
+
+
+def _can_be_wrong(operation: Any) -> bool:
+    """Any text does as an id in a path."""
+    return any((operation.body, operation.query, operation.headers))
 
 
 def _check(operation: Any, mode: str) -> None:
