@@ -66,4 +66,10 @@ async def _ask_pools(gateway: Gateway) -> None:
     gateway.metrics.set_tenants(await gateway.limits.used_by_tenants(list(pools)))
     for name, pool in pools.items():
         depth = await gateway.store.depth(name)
-        gateway.metrics.set_pool(name, entries=depth.entries, running=depth.running, workers=len(pool.cards))
+        gateway.metrics.set_pool(
+            name,
+            entries=depth.entries,
+            running=depth.running,
+            workers=len(pool.cards),
+            estimates=depth.estimates,
+        )

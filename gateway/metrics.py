@@ -11,6 +11,7 @@ from typing import Any
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from gateway.store import ESTIMATES
 from headrace.errors import ERRORS
 from headrace.messages import CLASSES, End
 from headrace.usage import KINDS, UsageTotals
@@ -39,6 +40,13 @@ class Metrics:
         self.queue = Gauge("queue_entries", "Queue entries, running too.", ["pool", "class"], **common)
         self.running = Gauge("jobs_running", "Jobs that a worker holds.", ["pool"], **common)
         self.workers = Gauge("workers", "Live workers.", ["pool"], **common)
+        self.estimates = Gauge(
+            "deadline_estimates",
+            "Jobs with a deadline, not strict: how many, how many a strict one would have refused, "
+            "and how many of those were in time after all.",
+            ["pool", "kind"],
+            **common,
+        )
         self.limited = Counter("limited", "Requests that a tenant's limits refused.", ["reason"], **common)
         self.tenant_used = Gauge(
             "tenant_used", "Used this month by tenants that have a key.", ["tenant", "kind"], **common
@@ -56,9 +64,19 @@ class Metrics:
     def count_error(self, code: str) -> None:
         self.errors.labels(code).inc()
 
-    def set_pool(self, pool: str, *, entries: dict[str, int], running: int, workers: int) -> None:
+    def set_pool(
+        self,
+        pool: str,
+        *,
+        entries: Mapping[str, int],
+        running: int,
+        workers: int,
+        estimates: Mapping[str, int],
+    ) -> None:
         for job_class, count in entries.items():
             self.queue.labels(pool, job_class).set(count)
+        for kind, count in estimates.items():
+            self.estimates.labels(pool, kind).set(count)
         self.running.labels(pool).set(running)
         self.workers.labels(pool).set(workers)
 
@@ -81,7 +99,8 @@ class Metrics:
         for route in ROUTES[:2]:
             self.ttft.labels(route)
             self.e2e.labels(route)
-        self.set_pool(pool, entries=dict.fromkeys(CLASSES, 0), running=0, workers=0)
+        none = dict.fromkeys(ESTIMATES, 0)
+        self.set_pool(pool, entries=dict.fromkeys(CLASSES, 0), running=0, workers=0, estimates=none)
 
 
 @dataclass(slots=True)

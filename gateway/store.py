@@ -26,6 +26,7 @@ from headrace.scripts import Scripts
 
 _ENTRY_ID = re.compile(r"\d{1,20}-\d{1,20}")
 FieldValue = bytes | str | int | float
+ESTIMATES = ("jobs", "late", "wrong")  # of `Depth.estimates`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,14 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How full a pool is. `entries` counts queue entries by class, running ones too."""
+    """How full a pool is. `entries` counts queue entries by class, running ones too.
+
+    `estimates`: jobs with a deadline, how many of them a strict one would have refused, how many wrongly.
+    """
 
     entries: dict[str, int] = field(default_factory=dict)
     running: int = 0
+    estimates: dict[str, int] = field(default_factory=dict)
 
 
 class Store:
@@ -181,8 +186,10 @@ class Store:
             for job_class in CLASSES:
                 pipe.xlen(keys.queue(job_class))
             pipe.zcard(keys.leases)
-            *entries, running = await pipe.execute()
-        return Depth(dict(zip(CLASSES, entries, strict=True)), running)
+            pipe.hmget(keys.vtime, [f"shadow:{kind}" for kind in ESTIMATES])
+            *entries, running, shadow = await pipe.execute()
+        estimates = {kind: int(count or 0) for kind, count in zip(ESTIMATES, shadow, strict=True)}
+        return Depth(dict(zip(CLASSES, entries, strict=True)), running, estimates)
 
     async def _find_queued(self, job_id: str, pools: list[str]) -> Found | None:
         """An entry that a producer added by itself has no hash until a worker has claimed it."""

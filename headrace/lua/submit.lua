@@ -35,6 +35,7 @@ local now, ttl_ms = now_ms(), tonumber(ARGV[9])
 local takes_ms = ttl_ms > 0 and ahead.ms and duration(k, e.output)
 local late = takes_ms and ahead.ms + takes_ms > ttl_ms
 if late and ARGV[10] == '1' then return {'cannot_meet_deadline', exact(math.ceil(ahead.ms + takes_ms)), ''} end
+if takes_ms then redis.pcall('HINCRBY', k.vtime, 'shadow:jobs', 1) end
 if late then redis.pcall('HINCRBY', k.vtime, 'shadow:late', 1) end
 
 local entry = redis.call('XADD', k.queue[class], '*', unpack(ARGV, FIELDS))

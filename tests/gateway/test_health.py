@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.errors import ERRORS
 
 pytestmark = pytest.mark.redis
+PACE = {"pace:token_ms": 100, "pace:output": 9, "pace:cost": 1000, "pace:ms": 1000}
 
 
 async def samples(http: httpx.AsyncClient) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -61,6 +62,17 @@ async def test_the_queues_depth(http: httpx.AsyncClient) -> None:
     for _ in range(3):
         await http.post("/v1/jobs", json={"prompt": "x", "class": "low"})
     assert (await samples(http))["queue_entries", (("class", "low"), ("pool", "smollm2"))] == 3
+
+
+async def test_what_strict_deadlines_would_have_refused(http: httpx.AsyncClient, db: Any, kit: Any) -> None:
+    await db.hset(kit.Keys("smollm2").vtime, mapping=PACE)
+    for ttl_ms in (100, 60_000):
+        await http.post("/v1/jobs", json={"prompt": "x", "max_tokens": 9, "ttl_ms": ttl_ms})
+    found = await samples(http)
+    told = {
+        k: found["deadline_estimates", (("kind", k), ("pool", "smollm2"))] for k in ("jobs", "late", "wrong")
+    }
+    assert told == {"jobs": 2, "late": 1, "wrong": 0}
 
 
 async def test_ready_tells_pools_and_workers(http: httpx.AsyncClient, worker: Any, db: Any, kit: Any) -> None:

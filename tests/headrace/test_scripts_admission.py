@@ -69,7 +69,7 @@ async def test_only_a_strict_deadline_is_refused_and_the_others_are_counted(pool
     assert await pool.job("strict") == {}
     await pool.scripts.submit("normal", "lax", JOB | {"ttl_ms": 2500})
     await pool.scripts.submit("normal", "fits", JOB | {"ttl_ms": 9000, "strict_deadline": "true"})
-    assert await pool.redis.hget(pool.keys.vtime, "shadow:late") == b"1"
+    assert await pool.redis.hmget(pool.keys.vtime, "shadow:jobs", "shadow:late") == [b"2", b"1"]
 
 
 async def test_a_false_alarm_is_counted(pool: Any, kit: Any) -> None:
