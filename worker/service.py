@@ -80,7 +80,7 @@ class WorkerService:
         self._claimer = Claimer(
             self._scripts,
             self._intake(model),
-            EntryWatcher(self._blocking, self._keys),
+            EntryWatcher(self._blocking, self._keys, lease_ms=settings.lease_ms),
             worker_id=settings.worker_id,
             lease_ms=settings.lease_ms,
             room=self._room,

@@ -17,7 +17,7 @@ for i = 1, tonumber(ARGV[9]) do open_class[CLASSES[i]] = true end
 local holds_nothing, mode = ARGV[10] == '1', 0
 local PACE_MS = 20000 -- over how long the pace is measured
 local CLASS_WEIGHT = {high = 16, normal = 4, low = 1}
-local READY_CONSUMER, SORT_BYTES = 'ready', 4194304
+local READY_CONSUMER, SORT_BYTES, LAPSED = 'ready', 4194304, 10000
 local now, bad, usable = now_ms(), {}, {}
 
 local function is_type(key, wanted)
@@ -45,6 +45,17 @@ local function clock(name, otherwise)
 end
 local function set_clock(name, value)
   clocks[name], changed[name] = value, true
+end
+
+-- While nobody could reach the server nobody could renew. What ran out meanwhile tells of no death until its holder has
+-- had time to speak: the outage would make a suspect of every job in the pool.
+local function after_silence()
+  if lease_ms > 1 and lease_ms ~= clock('lease') then set_clock('lease', lease_ms) end
+  local seen, usual_ms = clock('seen'), clock('lease')
+  if now - seen >= usual_ms / 8 or now < seen then set_clock('seen', now) end
+  if seen == 0 or now - seen <= usual_ms / 2 then return end
+  local lapsed = redis.call('ZRANGEBYSCORE', k.leases, exact(seen), now, 'LIMIT', 0, LAPSED)
+  for _, member in ipairs(lapsed) do redis.call('ZADD', k.leases, math.ceil(now + usual_ms / 2), member) end
 end
 
 local function sort_entry(class, id, fields)
@@ -201,6 +212,7 @@ local function take_ready()
   end
 end
 
+after_silence()
 for _, class in ipairs(CLASSES) do
   if usable[class] and usable[class].exists then sort_class(class) end
 end

@@ -13,7 +13,8 @@ from headrace.keys import Keys
 
 log = structlog.get_logger("headrace.control")
 
-BLOCK_MS = 1_250  # also how soon an idle worker looks for expired leases
+BLOCK_MS = 1_250  # also how soon an idle worker looks for expired leases, and how often it is heard from
+LOOKS_A_LEASE = 4  # at least
 RETRY_S = 1.0
 
 
@@ -23,15 +24,16 @@ class EntryWatcher:
     `watch` waits for an id above `last_ids`; claiming is the `pick` script's matter alone.
     """
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
+    def __init__(self, redis: Redis, keys: Keys, *, lease_ms: int) -> None:
         self._redis = redis
         self._keys = keys
+        self._block_ms = min(BLOCK_MS, lease_ms // LOOKS_A_LEASE)
 
     async def wait(self, last_ids: Mapping[str, str]) -> bool:
-        """True when a queue has an entry above its id in `last_ids`, False after `BLOCK_MS` or an error."""
+        """True when a queue has an entry above its id in `last_ids`, False in time for a look or an error."""
         streams = {self._keys.queue(job_class): last_id for job_class, last_id in last_ids.items()}
         try:
-            return bool(await self._redis.xread(streams, count=1, block=BLOCK_MS))  # type: ignore[arg-type]
+            return bool(await self._redis.xread(streams, count=1, block=self._block_ms))  # type: ignore[arg-type]
         except (RedisError, OSError):
             await asyncio.sleep(RETRY_S)  # the claim that follows reports what is wrong
             return False
