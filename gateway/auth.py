@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
@@ -96,6 +96,21 @@ def bound_tenant(connection: ASGIConnection[Any, Any, Any, Any]) -> str | None:
 def may_see(connection: ASGIConnection[Any, Any, Any, Any], tenant: str) -> bool:
     """Whether the request's key opens jobs of `tenant`."""
     return bound_tenant(connection) in (None, tenant)
+
+
+class Owned(Protocol):
+    @property
+    def tenant(self) -> str: ...
+
+
+T = TypeVar("T", bound=Owned)
+
+
+def own(connection: ASGIConnection[Any, Any, Any, Any], found: T | None, missing: HttpError) -> T:
+    """What was looked up. Raises `missing` when there is none; another tenant's is as unknown as that."""
+    if found is None or not may_see(connection, found.tenant):
+        raise missing
+    return found
 
 
 def _parse(text: str) -> ApiKey:

@@ -69,6 +69,10 @@ class HttpError(Exception):
         self.param = param
 
 
+def not_found(message: str, param: str | None = None) -> HttpError:
+    return HttpError(404, message, param=param)
+
+
 def error_type(status: int) -> str:
     if status >= 500:
         return "server_error"

@@ -12,9 +12,9 @@ from litestar.datastructures import UploadFile
 from litestar.params import PathParameter, QueryParameter
 from litestar.response import Stream
 
-from gateway.auth import may_see, tenant_of
+from gateway.auth import own, tenant_of
 from gateway.core import Gateway, GatewayHere
-from gateway.errors import ERROR_RESPONSES, HttpError
+from gateway.errors import ERROR_RESPONSES, not_found
 from gateway.filestore import PIECE_BYTES, FileObject, Files, StoredFile
 from headrace.config import GatewaySettings
 from headrace.errors import HeadraceError
@@ -115,11 +115,8 @@ def router(settings: GatewaySettings) -> Router:
 
 
 async def find_file(gateway: Gateway, request: Request[Any, Any, Any], file_id: str) -> StoredFile:
-    """Another tenant's file is as unknown as one that never was."""
     found = await gateway.pulse.guard(Files(gateway.store.redis).find(file_id))
-    if found is None or not may_see(request, found.tenant):
-        raise HttpError(404, f"No such File object: {file_id[:128]}", code="not_found", param="id")
-    return found
+    return own(request, found, not_found(f"No such File object: {file_id[:128]}", "id"))
 
 
 def paged(items: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:

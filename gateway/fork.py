@@ -13,6 +13,7 @@ from litestar.params import Body, PathParameter, QueryParameter
 from gateway.core import Gateway, GatewayHere
 from gateway.decoding import StrictDTO
 from gateway.errors import ERROR_RESPONSES
+from gateway.fields import Sampling
 from gateway.jobs import find_job
 from gateway.jobschema import JobState, job_state
 from gateway.store import Found, JobRef, NewJob, new_id
@@ -22,32 +23,21 @@ from headrace.messages import Delta, Event, Result, SamplingParams
 from headrace.params import parse_params
 from headrace.submission import Limits, Prompt, parse_entry, submission_fields
 
-# What draws a token may change at a fork. What turns tokens to text may not: the first k were said already.
-SAMPLING = (
-    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
-)  # fmt: skip
 MAX_FORK_TOKENS = 100_000
 
 
-class ForkRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class ForkRequest(Sampling, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """`tokens` of choice `choice` are taken over. Parameters that are not given are the first job's."""
 
     tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_FORK_TOKENS)]
     choice: Annotated[int, msgspec.Meta(ge=0, le=127)] = 0
     id: str | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    ignore_eos: bool | None = None
+
+
+# What draws a token may change at a fork. What turns tokens to text may not: the first k were said already.
+CHANGES = (*Sampling.__struct_fields__, "max_tokens", "logit_bias")
 
 
 class ForkDTO(StrictDTO[ForkRequest]):
@@ -80,8 +70,7 @@ async def fork_job(
     events = first_tokens(log, data.choice, data.tokens)
     ref = JobRef(found.ref.pool, data.id or new_id("job_"))
     job_class = found.fields.get("class") or "normal"
-    tenant = found.fields.get("tenant", "default")
-    job = NewJob(ref, job_class, submission_fields(prompt, params), tenant)
+    job = NewJob(ref, job_class, submission_fields(prompt, params), found.tenant)
     await gateway.submit_fork(job, events, prompt_tokens=int(found.fields.get("prompt_tokens") or 0))
     fields = await gateway.pulse.guard(gateway.store.state(ref))
     return Response(job_state(ref, fields), status_code=202, headers={"Location": f"/v1/jobs/{ref.id}"})
@@ -128,7 +117,7 @@ def _result(found: Found) -> Result | None:
 
 def _changed(params: SamplingParams, data: ForkRequest) -> SamplingParams:
     """Raises HeadraceError naming the field."""
-    given: dict[str, Any] = {name: getattr(data, name) for name in SAMPLING}
+    given: dict[str, Any] = {name: getattr(data, name) for name in CHANGES}
     checked = parse_params(given)
     changes = {name: getattr(checked, name) for name, value in given.items() if value is not None}
     changed = msgspec.structs.replace(params, **changes, n=1, best_of=None, echo=False, prompt_logprobs=None)

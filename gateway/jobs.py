@@ -13,10 +13,10 @@ from litestar import Request, Response, delete, get, post
 from litestar.params import Body, HeaderParameter, PathParameter, QueryParameter
 from redis.exceptions import RedisError
 
-from gateway.auth import may_see
+from gateway.auth import own
 from gateway.core import Gateway, GatewayHere
 from gateway.disconnect import OnDisconnect, parse_on_disconnect
-from gateway.errors import CLIENT_CLOSED_REQUEST, ERROR_RESPONSES, HttpError, describe
+from gateway.errors import CLIENT_CLOSED_REQUEST, ERROR_RESPONSES, describe, not_found
 from gateway.jobschema import JobDTO, JobRequest, JobState, job_state
 from gateway.metrics import open_stream
 from gateway.store import Found, JobRef
@@ -159,13 +159,10 @@ async def _until_ended(gateway: Gateway, found: Found, wait_s: float) -> None:
 
 
 async def find_job(gateway: Gateway, request: Request[Any, Any, Any], job_id: str, pool: str | None) -> Found:
-    """Another tenant's job is as unknown as one that never was."""
     if not valid_job_id(job_id) or (pool is not None and not valid_pool(pool)):
         raise HeadraceError("invalid_request", field="job_id" if pool is None else "pool")
     found = await gateway.pulse.guard(gateway.store.find(job_id, pool))
-    if found is None or not may_see(request, found.fields.get("tenant", "default")):
-        raise HttpError(404, "No job has this id, or its time of keeping is over.", code="not_found")
-    return found
+    return own(request, found, not_found("No job has this id, or its time of keeping is over."))
 
 
 def _seq(text: str, name: str) -> int:

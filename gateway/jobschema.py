@@ -9,51 +9,29 @@ import msgspec
 from litestar.dto import DTOConfig
 
 from gateway.decoding import StrictDTO
+from gateway.fields import Generation
 from gateway.store import JobRef
 from headrace.messages import Result, Usage
 
 
-class JobRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+class JobRequest(Generation, kw_only=True, omit_defaults=True):
     """One of `prompt`, `messages`, `prompt_token_ids` or `body` (a whole OpenAI-shaped request) is needed."""
 
     pool: str | None = None
-    model: str | None = None
-    job_class: str | None = msgspec.field(default=None, name="class")
     id: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | None = None
     body: dict[str, Any] | None = None
     v: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    n: int | None = None
     best_of: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop: bool | None = None
-    bad_words: list[str] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    tenant: str | None = None
-    ttl_ms: int | None = None
     strict_deadline: bool | None = None
-    on_disconnect: str | None = None
     webhook: str | None = None
     traceparent: str | None = None
     meta: Any = None

@@ -42,6 +42,10 @@ class Found:
     ref: JobRef
     fields: dict[str, str]
 
+    @property
+    def tenant(self) -> str:
+        return self.fields.get("tenant", "default")
+
 
 @dataclass(frozen=True, slots=True)
 class NewJob:

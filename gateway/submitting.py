@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from litestar import Request
 
 from gateway.auth import tenant_of
 from gateway.core import Gateway
+from gateway.fields import Treated
 from gateway.jobschema import JobRequest
 from gateway.store import JobRef, NewJob, new_id
 from headrace.errors import HeadraceError
@@ -18,15 +19,6 @@ from headrace.submission import Flat, Limits, Prompt, parse_entry, parse_request
 
 EXTRAS = ("ttl_ms", "on_disconnect", "webhook", "traceparent", "strict_deadline")
 MAX_KEY = 255
-
-
-class Treatment(Protocol):
-    """What both kinds of request say about the job itself."""
-
-    job_class: str | None
-    tenant: str | None
-    ttl_ms: int | None
-    on_disconnect: str | None
 
 
 async def plan_job(
@@ -47,7 +39,7 @@ async def plan_job(
 
 def new_job(
     request: Request[Any, Any, Any],
-    data: Treatment,
+    data: Treated,
     ref: JobRef,
     prompt: Prompt,
     params: SamplingParams,
@@ -57,7 +49,7 @@ def new_job(
 
 
 def job_of(
-    tenant: str, data: Treatment, ref: JobRef, prompt: Prompt, params: SamplingParams, **keys: Any
+    tenant: str, data: Treated, ref: JobRef, prompt: Prompt, params: SamplingParams, **keys: Any
 ) -> NewJob:
     """For a tenant that is known, without a request. Raises HeadraceError naming the field."""
     job_class = data.job_class or "normal"
@@ -78,7 +70,7 @@ def _values(data: JobRequest) -> dict[str, Any]:
     return {**body, **own}
 
 
-def _extras(data: Treatment, tenant: str) -> Flat:
+def _extras(data: Treated, tenant: str) -> Flat:
     given = {name: getattr(data, name, None) for name in EXTRAS}
     flat: Flat = {name: _flat(value) for name, value in given.items() if value is not None}
     if (meta := getattr(data, "meta", None)) is not None:

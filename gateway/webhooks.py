@@ -8,9 +8,9 @@ import msgspec
 from litestar import Request, get, post
 from litestar.params import PathParameter, QueryParameter
 
-from gateway.auth import may_see, tenant_of
+from gateway.auth import own, tenant_of
 from gateway.core import Gateway, GatewayHere
-from gateway.errors import ERROR_RESPONSES, HttpError
+from gateway.errors import ERROR_RESPONSES, not_found
 from gateway.tasks.deliveries import Deliveries, Delivery
 from gateway.tasks.signing import tenant_secrets
 from headrace.keys import valid_job_id
@@ -79,13 +79,15 @@ async def replay(delivery_id: DeliveryId, request: Request[Any, Any, Any], gatew
 
 
 async def _found(gateway: Gateway, request: Request[Any, Any, Any], delivery_id: str) -> Delivery:
-    """Another tenant's is as unknown as one that never was."""
-    if valid_job_id(delivery_id):
-        for pool in await gateway.pulse.guard(gateway.directory.pools()):
-            found = await gateway.pulse.guard(_deliveries(gateway, pool).read(delivery_id))
-            if found is not None and may_see(request, found[0].tenant):
-                return found[0]
-    raise HttpError(404, "No webhook has this id, or its time of keeping is over.", code="not_found")
+    found = await _any_pools(gateway, delivery_id) if valid_job_id(delivery_id) else None
+    return own(request, found, not_found("No webhook has this id, or its time of keeping is over."))
+
+
+async def _any_pools(gateway: Gateway, delivery_id: str) -> Delivery | None:
+    for pool in await gateway.pulse.guard(gateway.directory.pools()):
+        if found := await gateway.pulse.guard(_deliveries(gateway, pool).read(delivery_id)):
+            return found[0]
+    return None
 
 
 def _deliveries(gateway: Gateway, pool: str) -> Deliveries:

@@ -9,12 +9,12 @@ import msgspec
 from litestar import Request, get, post
 from litestar.params import Body, PathParameter, QueryParameter
 
-from gateway.auth import may_see, tenant_of
+from gateway.auth import own, tenant_of
 from gateway.batches.lines import ENDPOINTS
 from gateway.batches.schema import Batch, BatchDTO, BatchList, BatchRequest
 from gateway.batches.store import Batches, Stored
 from gateway.core import Gateway, GatewayHere
-from gateway.errors import ERROR_RESPONSES, HttpError
+from gateway.errors import ERROR_RESPONSES, HttpError, not_found
 from gateway.files import find_file, paged
 from gateway.responses.inputs import check_metadata
 from gateway.store import new_id
@@ -114,11 +114,8 @@ async def _put(gateway: Gateway, tenant: str, data: BatchRequest) -> Batch:
 
 
 async def _found(gateway: Gateway, request: Request[Any, Any, Any], batch_id: str) -> Stored:
-    """Another tenant's batch is as unknown as one that never was."""
     found = await gateway.pulse.guard(Batches(gateway.store.redis).find(batch_id))
-    if found is None or not may_see(request, found.tenant):
-        raise HttpError(404, f"No batch found with id {batch_id[:128]!r}.", code="not_found", param="id")
-    return found
+    return own(request, found, not_found(f"No batch found with id {batch_id[:128]!r}.", "id"))
 
 
 ROUTES = [create_batch, list_batches, get_batch, cancel_batch]

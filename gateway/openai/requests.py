@@ -11,7 +11,7 @@ from litestar import Request
 from gateway.core import Gateway
 from gateway.directory import Pool
 from gateway.disconnect import parse_on_disconnect
-from gateway.openai.schema import ChatRequest, CompletionRequest, Extensions
+from gateway.openai.schema import ChatRequest, CompletionRequest, OpenAIRequest
 from gateway.openai.serve import Head, Plan
 from gateway.store import JobRef, new_id
 from gateway.submitting import new_job
@@ -73,7 +73,7 @@ def completion_params(prompt: Prompt, params: SamplingParams) -> tuple[Prompt, S
 
 def _plan(
     request: Request[Any, Any, Any],
-    data: Extensions,
+    data: OpenAIRequest,
     pool: Pool,
     head: Head,
     parsed: list[tuple[Prompt, SamplingParams]],
@@ -90,7 +90,11 @@ def _plan(
 
 
 def _head(
-    data: Extensions, pool: Pool, answer_id: str, params: SamplingParams, echo: tuple[str, ...] | None = None
+    data: OpenAIRequest,
+    pool: Pool,
+    answer_id: str,
+    params: SamplingParams,
+    echo: tuple[str, ...] | None = None,
 ) -> Head:
     return Head(
         id=answer_id,
@@ -103,7 +107,7 @@ def _head(
     )
 
 
-def checked_values(data: Extensions) -> dict[str, Any]:
+def checked_values(data: OpenAIRequest) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(data)
     for name in _NOT_YET:
         if values.get(name):

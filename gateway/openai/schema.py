@@ -8,44 +8,22 @@ import msgspec
 from litestar.dto import DTOConfig
 
 from gateway.decoding import StrictDTO
+from gateway.fields import Generation
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
 
 
-class Extensions(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sampling fields both endpoints share, and how the job is queued and when it is dropped."""
+class OpenAIRequest(Generation, kw_only=True, omit_defaults=True):
+    """What both endpoints take."""
 
-    model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop: bool | None = None
-    bad_words: list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    job_class: str | None = msgspec.field(default=None, name="class")
-    tenant: str | None = None
-    ttl_ms: int | None = None
-    on_disconnect: str | None = None
 
 
-class ChatRequest(Extensions, kw_only=True, omit_defaults=True):
+class ChatRequest(OpenAIRequest, kw_only=True, omit_defaults=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -57,7 +35,7 @@ class ChatRequest(Extensions, kw_only=True, omit_defaults=True):
     function_call: str | dict[str, Any] | None = None
 
 
-class CompletionRequest(Extensions, kw_only=True, omit_defaults=True):
+class CompletionRequest(OpenAIRequest, kw_only=True, omit_defaults=True):
     """`prompt` is a string, a list of token ids, or a list of either; each of several prompts is a job."""
 
     prompt: str | list[str | int | list[int]]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.fields import Sampling
 from gateway.responses.schema import ResponseBody, ResponseRequest
 from headrace.errors import HeadraceError
 from headrace.messages import SamplingParams
@@ -15,10 +16,7 @@ LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ROLES = {"developer": "system"}  # what templates of open models call it
-_SAMPLING = (
-    "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "ignore_eos", "tools", "tool_choice",
-)  # fmt: skip
+_PASSED = (*Sampling.__struct_fields__, "stop", "tools", "tool_choice")
 _ONLY = {"truncation": ("disabled",), "tool_choice": ("auto", "none")}
 
 
@@ -86,7 +84,7 @@ def parse_response(
     data: ResponseRequest, messages: Sequence[Mapping[str, str]]
 ) -> tuple[Prompt, SamplingParams]:
     """What the job is to do. Raises HeadraceError naming the field of the Responses API."""
-    values: dict[str, Any] = {name: getattr(data, name) for name in _SAMPLING}
+    values: dict[str, Any] = {name: getattr(data, name) for name in _PASSED}
     values["tool_choice"] = None  # without tools there is no choice
     if LOGPROBS in (data.include or ()) or data.top_logprobs:
         values |= {"logprobs": True, "top_logprobs": data.top_logprobs}

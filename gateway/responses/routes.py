@@ -12,10 +12,10 @@ from litestar import Request, Response, delete, get, post
 from litestar.params import Body, PathParameter, QueryParameter
 from redis.exceptions import RedisError
 
-from gateway.auth import may_see
+from gateway.auth import own
 from gateway.core import Gateway, GatewayHere
 from gateway.disconnect import parse_on_disconnect
-from gateway.errors import CLIENT_CLOSED_REQUEST, ERROR_RESPONSES, HttpError, describe, job_error
+from gateway.errors import CLIENT_CLOSED_REQUEST, ERROR_RESPONSES, HttpError, describe, job_error, not_found
 from gateway.metrics import Timing, open_stream
 from gateway.responses.inputs import body_of, check_request, input_items, messages_of, parse_response
 from gateway.responses.records import Record, Records
@@ -256,13 +256,11 @@ async def _answer(gateway: Gateway, record: Record) -> ResponseBody:
 
 
 async def _found(gateway: Gateway, request: Request[Any, Any, Any], response_id: str) -> Record:
-    """Another tenant's response is as unknown as one that never was."""
     pools = list(await gateway.pulse.guard(gateway.directory.pools()))
     record = await gateway.pulse.guard(_records(gateway).find(response_id, pools))
-    if record is None or not may_see(request, record.tenant):
-        message = f"Response with id {response_id[:128]!r} not found."
-        raise HttpError(404, message, code="not_found", param="response_id")
-    return record
+    return own(
+        request, record, not_found(f"Response with id {response_id[:128]!r} not found.", "response_id")
+    )
 
 
 async def _refreshed(gateway: Gateway, record: Record) -> Record:

@@ -8,21 +8,19 @@ import msgspec
 from litestar.dto import DTOConfig
 
 from gateway.decoding import StrictDTO
+from gateway.fields import Treated
 
 
-class ResponseRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ResponseRequest(Treated, kw_only=True, omit_defaults=True):
     """`input` is a string or a list of items: messages of text, and those of an earlier response's output."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
     background: bool | None = None
     store: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
@@ -33,19 +31,6 @@ class ResponseRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     user: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    min_tokens: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    job_class: str | None = msgspec.field(default=None, name="class")
-    tenant: str | None = None
-    ttl_ms: int | None = None
-    on_disconnect: str | None = None
     webhook: str | None = None
 
 

@@ -113,7 +113,7 @@ def expected(stack: Stack) -> str:
 
 @pytest.fixture(scope="session")
 def node_project() -> Path:
-    """The script that uses Vercel's packages, beside them. They are installed once for each set of versions."""
+    """The script that uses Vercel's packages, beside them; they are installed once for each set of them."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("node and npm are not installed")
