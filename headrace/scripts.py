@@ -134,11 +134,11 @@ class Scripts:
         """
         if not valid_job_id(job_id) or len(fields) > MAX_FIELDS or job_class not in CLASSES:
             raise HeadraceError("invalid_request", "class, id or number of fields is not valid", "id")
-        flat: list[bytes | str | int | float] = ["id", job_id, "tenant", tenant]
-        for name, value in fields.items():
-            if name not in ("id", "tenant"):
-                flat += [name, value]
-        body = body_hash or payload_hash(flat)
+        own = {"id": job_id, "tenant": tenant}
+        body = body_hash or payload_hash(_flat({**own, **fields, **own}))
+        # Judged by the script, so not once more when the entry is sorted: that estimate may differ.
+        kept = {name: value for name, value in fields.items() if name != "strict_deadline"}
+        flat = _flat({**own, **kept, **own})
         keys = self._keys
         idem = keys.idem(tenant, idem_key) if idem_key else keys.idem("", "")
         call_keys = [keys.queue(c) for c in CLASSES] + [keys.job(job_id), idem, keys.log(job_id)]
@@ -318,6 +318,10 @@ class Scripts:
             elif status in (b"queued", b"running") and job_class and entry and job_class.decode() in CLASSES:
                 doubtful.append((job_class.decode(), entry.decode(), name.removeprefix(prefix)))
         return doubtful, strays
+
+
+def _flat(fields: Mapping[str, bytes | str | int | float]) -> list[bytes | str | int | float]:
+    return [part for field in fields.items() for part in field]
 
 
 def _texts(reply: Sequence[bytes], width: int) -> list[str]:

@@ -61,11 +61,12 @@ local function run(j, s, entry, deadline)
   return {'run', epoch, attempt, deadline and deadline - now or -1, j.seq, j.submitted}
 end
 
+-- When the job's time is over; and the score of a job that was refused when it was sorted.
 local function deadline_of(j, s, ttl_ms)
   local score = redis.pcall('ZSCORE', k.deadlines, j.member)
-  if wrong_type(score) then score = nil end
-  local known = number_or(s.deadline, nil) or number_or(score or nil, nil)
-  return known or (ttl_ms > 0 and j.submitted + ttl_ms or nil)
+  score = not wrong_type(score) and number_or(score or nil, nil) or nil
+  if score and score < 0 then return nil, score end
+  return number_or(s.deadline, nil) or score or (ttl_ms > 0 and j.submitted + ttl_ms or nil)
 end
 
 local function claim(j, ttl_ms)
@@ -77,12 +78,13 @@ local function claim(j, ttl_ms)
     remove_entry(k, j)
     return {s.other and 'duplicate' or 'ended', j.epoch, 0, -1, j.seq, j.submitted}
   end
-  local deadline = deadline_of(j, s, ttl_ms)
+  local deadline, refused = deadline_of(j, s, ttl_ms)
   if s.nonce == nonce then
     return {'run', j.epoch, number_or(s.attempt, 1), deadline and deadline - now or -1, j.seq, j.submitted}
   end
   if s.broken or not entry then return finish(j, entry, 'lost', 'failed', 'lost') end
   if flag(s.cancel) then return finish(j, entry, 'cancelled', 'cancelled') end
+  if refused then return finish(j, nil, 'expired', 'failed', too_late(refused)) end -- it was never charged
   if deadline and deadline <= now then return finish(j, entry, 'expired', 'failed', 'deadline_exceeded') end
   local history = history_of(j, s)
   if deaths_alone(history) >= max_attempts then

@@ -1,4 +1,4 @@
--- uses: base cost suspects
+-- uses: base cost forecast suspects
 -- Sorts new entries into `ready` by start-time fair queueing (Goyal, Vin, Cheng 1996), then hands out expired leases
 -- and up to n jobs, each under a lease. The class with the lowest weighted clock is next, so no class starves.
 -- ARGV: worker, n, budget tokens, lease ms, sort limit, output weight, default output tokens, output reserve, how many
@@ -47,6 +47,17 @@ local function set_clock(name, value)
   clocks[name], changed[name] = value, true
 end
 
+local function save_clocks()
+  local values = {}
+  for name in pairs(changed) do
+    values[#values + 1] = name
+    values[#values + 1] = exact(clocks[name])
+  end
+  changed = {}
+  if not clocks_ok then return end
+  for i = 1, #values, 1000 do redis.call('HSET', k.vtime, unpack(values, i, math.min(i + 999, #values))) end
+end
+
 -- While nobody could reach the server nobody could renew. What ran out meanwhile tells of no death until its holder has
 -- had time to speak: the outage would make a suspect of every job in the pool.
 local function after_silence()
@@ -58,10 +69,30 @@ local function after_silence()
   for _, member in ipairs(lapsed) do redis.call('ZADD', k.leases, math.ceil(now + usual_ms / 2), member) end
 end
 
+-- The ms from submission to end of a job that would not be in time and asked to be refused then.
+local function too_long_ms(class, id, e)
+  if not e.strict or not clocks_ok then return nil end
+  save_clocks()
+  local ahead = forecast(k, class, e.tenant, cost_of(e, output_weight), 0)
+  local takes_ms = ahead.ms and duration(k, e.output)
+  local all_ms = takes_ms and now - submitted_ms(id, now) + ahead.ms + takes_ms
+  return all_ms and all_ms > e.ttl_ms and math.ceil(all_ms) or nil
+end
+
+-- One that is refused is not queued; its negative deadline, which is over at once, says how long it would have taken.
+local function note_deadline(class, id, member, e)
+  if not e.ttl_ms or not deadlines_ok then return true end
+  local all_ms = too_long_ms(class, id, e)
+  redis.call('ZADD', k.deadlines, 'NX', all_ms and -all_ms or submitted_ms(id, now) + e.ttl_ms, member)
+  return not all_ms
+end
+
 local function sort_entry(class, id, fields)
   local member = class .. '-' .. id
   if redis.call('ZSCORE', k.leases, member) then return end -- the group was made anew while it runs
   local e = estimate(fields, default_output)
+  if e.id and e.id ~= member and ids_ok then redis.call('HSET', k.ids, member, e.id) end
+  if not note_deadline(class, id, member, e) then return end
   local finish = 'f:' .. class .. ':' .. e.tenant
   local start = math.max(clock('v:' .. class), clock(finish))
   local weight = math.min(math.max(clock('w:' .. e.tenant, 1), 0.001), 1000)
@@ -69,8 +100,6 @@ local function sort_entry(class, id, fields)
   set_clock('m:' .. class, math.max(clock('m:' .. class), clock(finish)))
   set_clock('b:' .. class, clock('b:' .. class) + cost_of(e, output_weight))
   redis.call('ZADD', k.ready[class], 'NX', exact(start), id)
-  if e.ttl_ms and deadlines_ok then redis.call('ZADD', k.deadlines, 'NX', submitted_ms(id, now) + e.ttl_ms, member) end
-  if e.id and e.id ~= member and ids_ok then redis.call('HSET', k.ids, member, e.id) end
 end
 
 -- Entries with ids far in the future stop every later XADD: they are submitted again, under the job id they had.
@@ -240,14 +269,7 @@ local function note_pace()
 end
 if want > 0 then note_pace() end
 
-local values = {}
-for name in pairs(changed) do
-  values[#values + 1] = name
-  values[#values + 1] = exact(clocks[name])
-end
-if clocks_ok and #values > 0 then
-  for i = 1, #values, 1000 do redis.call('HSET', k.vtime, unpack(values, i, math.min(i + 999, #values))) end
-end
+save_clocks()
 
 local behind, waiting = {}, 0
 for i, class in ipairs(CLASSES) do

@@ -31,9 +31,11 @@ local function end_due(j)
   ended = ended + 1
   if s.other or s.ended then return remove_entry(k, j) end
   local entry = is_type(k.queue[j.class], 'stream') and redis.call('XRANGE', k.queue[j.class], j.entry, j.entry)[1]
+  local refused = number_or(score, 0) < 0
+  local code = (s.broken and 'lost') or (refused and too_late(tonumber(score))) or 'deadline_exceeded'
   if flag(s.cancel) then end_job(k, j, 'cancelled', nil, now, retention_ms)
-  else end_job(k, j, 'failed', s.broken and 'lost' or 'deadline_exceeded', now, retention_ms) end
-  if entry then refund(k.vtime, j.class, entry[2], output_weight, default_output, not lease) end
+  else end_job(k, j, 'failed', code, now, retention_ms) end
+  if entry and not refused then refund(k.vtime, j.class, entry[2], output_weight, default_output, not lease) end
 end
 
 -- A job that is neither leased nor waiting and whose entry is gone (its stream was deleted or trimmed) can never run.

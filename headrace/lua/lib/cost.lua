@@ -53,6 +53,7 @@ local function estimate(fields, default_output)
     tenant = tenant,
     id = id,
     webhook = f.webhook and #f.webhook <= MAX_URL and f.webhook:match('^https?://[^%s/]%S*$') and f.webhook or nil,
+    strict = f.strict_deadline == '1' or f.strict_deadline == 'true',
     ttl_ms = f.ttl_ms and #f.ttl_ms <= 10 and f.ttl_ms:match('^[1-9]%d*$') and tonumber(f.ttl_ms),
   }
 end

@@ -103,10 +103,16 @@ local function bill_end(k, j, status, usage)
     'cached', usage:match('"cached_tokens":(%d+)'), status, output})
 end
 
--- Raises the epoch, so that whoever held the job is fenced.
+-- The error of a job that `pick` refused: the score of its deadline is minus the ms it would have taken.
+local function too_late(score)
+  local text = '{"code":"cannot_meet_deadline","message":"It would take about %.0f ms, longer than ttl_ms.",'
+  return string.format(text .. '"retryable":true,"field":"ttl_ms"}', -score)
+end
+
+-- Raises the epoch, so that whoever held the job is fenced. `code`: of an error, or a whole error as JSON.
 local function end_job(k, j, status, code, now, retention_ms)
   local usage, result = partial(j)
-  local seq, problem = j.seq + 1, code and ERRORS[code]
+  local seq, problem = j.seq + 1, code and (ERRORS[code] or code)
   local event = {'type', 'end', 'status', status, 'usage', usage}
   local state = {'status', status, 'seq', seq, 'epoch', j.epoch + 1, 't_end', now, 'usage', usage,
     'result', result, 'class', j.class, 'entry', j.entry, 't_submit', j.submitted}

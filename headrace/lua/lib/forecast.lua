@@ -27,10 +27,12 @@ local function waiting(k, class)
 end
 
 -- What a job of `class` and `tenant` has before it: {entries, cost, ms until it starts (nil: pace unknown)}.
-local function forecast(k, class, tenant, own_cost)
+-- `unsorted`: how many unsorted entries of its class are before it; all of them if not given.
+local function forecast(k, class, tenant, own_cost, unsorted)
   local all_cost, shares, own = 0, 0, nil
   for _, name in ipairs(CLASSES) do
     local cost, count, behind = waiting(k, name)
+    if name == class then behind = unsorted or behind end
     local mean = count > 0 and cost / count or own_cost
     cost = cost + behind * mean
     all_cost = all_cost + cost
