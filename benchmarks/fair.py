@@ -1,6 +1,7 @@
 """Fair sharing under a flood: how long one tenant waits behind another's thousand jobs, and equals compared.
 
-`python -m benchmarks.fair --jobs 1000`. A real redis-server and worker, simulated model.
+`python -m benchmarks.fair --jobs 1000`. A real redis-server and worker, simulated model. Ends with 1 if the
+one tenant's p99 is above two service times, or Jain's index of the equals below 0.95.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import asyncio
 import json
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +22,7 @@ from headrace.client import Client, JobState
 
 TOKENS = 40
 EQUALS = 4
+MOST_SERVICE_TIMES, LEAST_JAIN = 2.0, 0.95
 
 
 async def submit(client: Client, tenant: str, number: int) -> str:
@@ -45,6 +48,7 @@ async def flood(client: Client, jobs: int, every_s: float) -> dict[str, float]:
         "polite_jobs": len(polite),
         "service_s": round(service_s, 3),
         "polite_wait_p50_s": round(percentile(waits, 0.5), 3),
+        "polite_wait_p90_s": round(percentile(waits, 0.9), 3),
         "polite_wait_p99_s": round(percentile(waits, 0.99), 3),
         "p99_in_service_times": round(percentile(waits, 0.99) / service_s, 2),
     }
@@ -67,7 +71,7 @@ async def measure(url: str, jobs: int, every_s: float) -> dict[str, float]:
         return {**await flood(client, jobs, every_s), **await equals(client, jobs // 2)}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--every-s", type=float, default=1.0)
@@ -87,7 +91,9 @@ def main() -> None:
         fleet.stop()
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
+    unfair = figures["p99_in_service_times"] > MOST_SERVICE_TIMES or figures["jain_index"] < LEAST_JAIN
+    return int(unfair)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -35,6 +35,10 @@ STOPS = ([" 水車 stone"], ["été a", "🌊 the"], [" because of", "。"])
 Spoken = tuple[tuple[Any, ...], ...]
 
 
+class CalmError(Exception):
+    """The undisturbed run went wrong already: there is nothing to compare with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One job's request, and what an undisturbed run said."""
@@ -161,13 +165,12 @@ class Crowd:
 
     def _judge(self, heard: Heard) -> str:
         said, expected = spoken(heard.events), heard.request.expected
-        if [event.seq for event in heard.events] != list(range(1, len(said) + 1)) and not heard.lost:
-            lost_end = self._may_lose and said and said[-1][-1] == "lost"
-            heard.lost = bool(lost_end)
-            if not lost_end:
-                return "seqs have a gap"
-        if said and said[-1][1] == "end" and said[-1][-1] == "lost" and self._may_lose:
+        if said and said[-1][1] == "end" and said[-1][-1] == "lost":
             heard.lost = True
+            if not self._may_lose:
+                return "told lost"
+        if not heard.lost and [event.seq for event in heard.events] != list(range(1, len(said) + 1)):
+            return "seqs have a gap"
         if heard.lost:
             cut = [part for part in said if part[1] != "end"]
             return "" if tuple(cut) == expected[: len(cut)] else "other bytes before the loss"
@@ -194,10 +197,10 @@ def _difference(said: Spoken, expected: Spoken) -> str:
 
 
 def with_expected(requests: Sequence[Request], heard: Sequence[Heard]) -> list[Request]:
-    """The requests with what was heard of each in peace. Raises RuntimeError if that went wrong."""
+    """The requests with what was heard of each in peace. Raises CalmError if that went wrong."""
     bad = [f"{h.job_id}: {h.fault}" for h in heard if h.fault]
     if bad:
-        raise RuntimeError(f"{len(bad)} jobs failed undisturbed, the first: {bad[0]}")
+        raise CalmError(f"{len(bad)} jobs failed undisturbed, the first: {bad[0]}")
     by_number = {h.request.number: spoken(h.events) for h in heard}
     return [Request(r.number, r.kind, r.fields, by_number[r.number]) for r in requests]
 

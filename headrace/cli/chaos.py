@@ -4,66 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import random
-import signal
 import time
-from collections import Counter
-from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
-from headrace.chaos import MARKER, Crowd, Request, make_requests, report, with_expected
+from headrace.chaos import MARKER, CalmError, Crowd, Request, make_requests, report, with_expected
 from headrace.cli.connection import EXIT_FAILED, Pool, RedisUrl, run_against
+from headrace.cli.fire import Fire
 from headrace.cli.options import tell_error
 from headrace.client import Client
 from headrace.config import CommonSettings
 from headrace.connect import connect
 from headrace.keys import Keys
 
-FREEZE_S = (1.0, 8.0)
-
-
-class Fire:
-    """Kills connections and flushes scripts, and freezes and kills the processes it was given, at random."""
-
-    def __init__(self, redis: Redis, pids: list[int], *, seed: int, pause_s: float) -> None:
-        self._redis, self._pids = redis, pids
-        self._rng = random.Random(seed)  # noqa: S311 - to be repeated, not to be secret
-        self._pause_s = pause_s
-        self.done: Counter[str] = Counter()
-
-    async def run(self) -> None:
-        names = ["connections", "scripts", *(["freeze", "kill"] if self._pids else [])]
-        while True:
-            await asyncio.sleep(self._rng.uniform(0.5, 1.5) * self._pause_s)
-            name = self._rng.choice(names)
-            with suppress(RedisError, OSError):
-                await self._act(name)
-                self.done[name] += 1
-
-    async def _act(self, name: str) -> None:
-        if name == "connections":
-            for kind in ("normal", "pubsub"):
-                await self._redis.client_kill_filter(_type=kind, skipme=True)
-        elif name == "scripts":
-            await self._redis.script_flush()
-        elif self._pids:
-            await self._hit(self._rng.choice(self._pids), name)
-
-    async def _hit(self, pid: int, name: str) -> None:
-        if name == "kill":
-            self._pids.remove(pid)
-            os.kill(pid, signal.SIGKILL)
-            return
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(self._rng.uniform(*FREEZE_S))
-        finally:
-            os.kill(pid, signal.SIGCONT)
+SHOWN = 10
 
 
 def register(app: typer.Typer) -> None:
@@ -82,24 +38,44 @@ def chaos(
     pid: Annotated[
         list[int] | None, typer.Option(help="A worker on this host, to be frozen and killed too.")
     ] = None,
+    execute: Annotated[
+        list[str] | None,
+        typer.Option("--exec", help="A command to be run as a fault, like 'docker restart worker-1'."),
+    ] = None,
 ) -> None:
-    """Run jobs while connections are killed; compare every answer with an undisturbed run.
+    """Run jobs while things are killed; compare every answer with an undisturbed run.
 
-    Only against a Redis that is marked for it: `redis-cli SET hr:chaos allowed`.
+    Prints jobs, tokens, faults, takeovers and gaps as JSON; ends with 1 if any answer differs. Only against
+    a Redis that is marked for it: `redis-cli SET hr:chaos allowed`.
     """
 
     async def action(settings: CommonSettings) -> int:
         redis = connect(settings.redis_url)
         try:
-            if await redis.get(MARKER) != b"allowed":
-                tell_error(f"this Redis is not marked for it: SET {MARKER} allowed")
+            if problem := await _unfit(redis, settings.pool):
+                tell_error(problem)
                 return EXIT_FAILED
-            fire = Fire(redis, list(pid or []), seed=seed, pause_s=pause_s)
-            return await _rehearse(settings, redis, fire, make_requests(seed, jobs, tokens), at_once, seconds)
+            fire = Fire(redis, pid or [], execute or [], seed=seed, pause_s=pause_s)
+            requests = make_requests(seed, jobs, tokens)
+            return await _rehearse(settings, redis, fire, requests, at_once, seconds)
+        except CalmError as problem:
+            tell_error(str(problem))
+            return EXIT_FAILED
         finally:
             await redis.aclose()
 
     run_against(redis_url, pool, action)
+
+
+async def _unfit(redis: Redis, pool: str) -> str:
+    """Why this deployment is not to be fired at; empty if it may be."""
+    if await redis.get(MARKER) != b"allowed":
+        return f"this Redis is not marked for it: SET {MARKER} allowed"
+    seconds, micros = await redis.time()
+    now_ms = seconds * 1000 + micros // 1000
+    if not await redis.zcount(Keys(pool).workers, now_ms, "+inf"):
+        return f"no worker serves the pool {pool}"
+    return ""
 
 
 async def _rehearse(
@@ -109,15 +85,30 @@ async def _rehearse(
     async with Client(settings.redis_url, settings.pool) as client:
         calm = Crowd(client, at_once=at_once)
         requests = with_expected(requests, await calm.run(requests, f"{run_id}-calm"))
-        burning = asyncio.create_task(fire.run())
-        crowd, rounds, end_s = Crowd(client, at_once=at_once), 0, time.monotonic() + seconds
+        crowd = Crowd(client, at_once=at_once)
+        await _under_fire(fire, crowd, requests, run_id, seconds)
+    figures: dict[str, Any] = {
+        **report(crowd.heard),
+        "disturbances": dict(sorted(fire.done.items())),
+        "refused": dict(sorted(fire.failed.items())),
+        "dead": await redis.xlen(Keys(settings.pool).dead),
+    }
+    for heard in [heard for heard in crowd.heard if heard.fault][:SHOWN]:
+        tell_error(f"{heard.job_id} ({heard.request.kind}): {heard.fault}")
+    typer.echo(json.dumps(figures, indent=2))
+    if not fire.done:
+        tell_error("nothing was disturbed: does this user have the rights (CLIENT, SCRIPT FLUSH)?")
+    return EXIT_FAILED if figures["bad_jobs"] or not fire.done else 0
+
+
+async def _under_fire(fire: Fire, crowd: Crowd, requests: list[Request], run_id: str, seconds: float) -> None:
+    """All requests again and again, until the time is over and the last round has ended."""
+    burning = asyncio.create_task(fire.run())
+    rounds, end_s = 0, time.monotonic() + seconds
+    try:
         while rounds == 0 or time.monotonic() < end_s:
             await crowd.run(requests, f"{run_id}-{rounds}")
             rounds += 1
+    finally:
         burning.cancel()
         await asyncio.gather(burning, return_exceptions=True)
-    figures = report(crowd.heard) | dict(fire.done) | {"dead": await redis.xlen(Keys(settings.pool).dead)}
-    for heard in [heard for heard in crowd.heard if heard.fault][:10]:
-        tell_error(f"{heard.job_id} ({heard.request.kind}): {heard.fault}")
-    typer.echo(json.dumps(figures, indent=2))
-    return EXIT_FAILED if figures["bad_jobs"] else 0

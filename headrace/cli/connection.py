@@ -15,6 +15,7 @@ import typer
 from headrace.cli.options import tell_error, with_one_line_errors
 from headrace.config import CommonSettings, ConfigError, default_cache_dir, load_settings, redact_url
 from headrace.errors import HeadraceError
+from headrace.logs import configure_logging
 
 RedisUrl = Annotated[
     str | None, typer.Option(help="Redis; not set: HEADRACE_REDIS_URL, else that of `headrace up`.")
@@ -30,6 +31,7 @@ def run_against(
 
     def guarded() -> int:
         settings = _settings(redis_url, pool)
+        configure_logging(settings.log_format, "warning")  # standard output is the command's own
         try:
             return asyncio.run(_as_coroutine(action, settings))
         except HeadraceError as refusal:

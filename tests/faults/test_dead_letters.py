@@ -68,9 +68,3 @@ def test_undecodable_bytes_are_shown_replayed_and_dropped(server, dead):
 def test_what_is_not_there_is_said_in_a_line(dead):
     dead("show", "1-1", status=1)
     dead("drop", "1-1", status=1)
-
-
-def test_chaos_needs_a_marked_redis(redis_url):
-    found = CliRunner().invoke(app, ["chaos", "--redis-url", redis_url])
-    assert found.exit_code == 1
-    assert "hr:chaos" in found.output
