@@ -77,6 +77,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
         request_max_body_size=settings.max_body_bytes,
         logging_config=None,
     )
+    metrics.know_routes(route.path_format for route in app.routes if route.path.startswith("/v1/"))
     app.state.metrics, app.state.tracing = metrics, tracing
     return app
 

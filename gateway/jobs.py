@@ -20,11 +20,11 @@ from gateway.errors import CLIENT_CLOSED_REQUEST, ERROR_RESPONSES, describe, not
 from gateway.jobschema import JobDTO, JobRequest, JobState, job_state
 from gateway.metrics import open_stream
 from gateway.store import Found, JobRef
-from gateway.stream import ClientLeftError, EventStream, sse, unless_client_leaves
+from gateway.stream import ClientLeftError, EventStream, gathered, sse, unless_client_leaves
 from gateway.submitting import plan_job
 from headrace.errors import HeadraceError
 from headrace.keys import valid_job_id, valid_pool
-from headrace.messages import ENDED, End
+from headrace.messages import ENDED, Event
 
 MAX_WAIT_S = 60.0
 JobId = Annotated[str, PathParameter(description="The job's id.")]
@@ -136,24 +136,27 @@ def _event_stream(gateway: GatewayHere, ref: JobRef, after_seq: int, policy: OnD
 async def _chunks(gateway: Gateway, ref: JobRef, after_seq: int) -> AsyncGenerator[bytes, None]:
     with open_stream(gateway.metrics):
         try:
-            async with aclosing(gateway.store.follow(ref, after_seq)) as events:
-                async for event in events:
-                    kind = str(event.__struct_config__.tag)
-                    yield sse(msgspec.json.encode(event), event=kind, event_id=event.seq)
+            async with aclosing(gateway.store.follow(ref, after_seq)) as batches:
+                async for events in batches:
+                    for chunk in gathered(map(_sse, events)):
+                        yield chunk
         except Exception as exc:
             gateway.report(exc)
             yield sse(msgspec.json.encode(describe(exc)[1]), event="error")
+
+
+def _sse(event: Event) -> bytes:
+    return sse(msgspec.json.encode(event), event=str(event.__struct_config__.tag), event_id=event.seq)
 
 
 async def _until_ended(gateway: Gateway, found: Found, wait_s: float) -> None:
     try:
         async with (
             asyncio.timeout(wait_s),
-            aclosing(gateway.store.follow(found.ref, int(found.fields.get("seq") or 0))) as events,
+            aclosing(gateway.store.follow(found.ref, int(found.fields.get("seq") or 0))) as batches,
         ):
-            async for event in events:
-                if isinstance(event, End):
-                    return
+            async for _ in batches:
+                pass
     except TimeoutError:
         return
 

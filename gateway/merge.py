@@ -1,28 +1,43 @@
-"""Several event streams as one, each event with the index of the stream it came from."""
+"""Several event streams as one, each item with the index of the stream it came from."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+class Source(Protocol[T_co]):
+    """An iterator that holds something until it is closed, ended or not."""
+
+    def __aiter__(self) -> AsyncIterator[T_co]: ...
+
+    async def __anext__(self) -> T_co: ...
+
+    async def aclose(self) -> None: ...
+
+
+def merged(sources: Sequence[Source[T]]) -> Source[tuple[int, T]]:
     """Ends when all sources have ended; the first failure ends it too. At most one item a source is held."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    async with aclosing(_interleaved(sources)) as items:
-        async for pair in items:
-            yield pair
+    return _Only(sources[0]) if len(sources) == 1 else _interleaved(sources)
 
 
-async def _interleaved(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+class _Only(Generic[T]):
+    def __init__(self, source: Source[T]) -> None:
+        self._source = source
+        self.aclose = source.aclose
+
+    def __aiter__(self) -> _Only[T]:
+        return self
+
+    async def __anext__(self) -> tuple[int, T]:
+        return 0, await self._source.__anext__()
+
+
+async def _interleaved(sources: Sequence[Source[T]]) -> AsyncGenerator[tuple[int, T], None]:
     waiting = {_next(source): index for index, source in enumerate(sources)}
     try:
         while waiting:
@@ -43,5 +58,5 @@ async def _interleaved(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGener
             await source.aclose()
 
 
-def _next(source: AsyncIterator[T]) -> asyncio.Future[T]:
-    return asyncio.ensure_future(anext(source))
+def _next(source: Source[T]) -> asyncio.Future[T]:
+    return asyncio.ensure_future(source.__anext__())

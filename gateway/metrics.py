@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from gateway.store import ESTIMATES
 from headrace.errors import ERRORS
-from headrace.messages import CLASSES, End
+from headrace.messages import CLASSES, Delta, End, Event
 from headrace.usage import KINDS, UsageTotals
 
+OTHER = "other"
 LIMITS = ("rate", "quota", "model")
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/jobs")
+TIMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
@@ -55,6 +56,11 @@ class Metrics:
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
+
+    def know_routes(self, routes: Iterable[str]) -> None:
+        """Their templates; requests to others are counted together."""
+        for route in (*routes, OTHER):
+            self.requests.labels(route, "200")
 
     def count_end(self, event: End) -> None:
         if event.usage is not None:
@@ -94,9 +100,7 @@ class Metrics:
             self.limited.labels(reason)
         for code in ERRORS:
             self.errors.labels(code)
-        for route in ROUTES:
-            self.requests.labels(route, "200")
-        for route in ROUTES[:2]:
+        for route in TIMED:
             self.ttft.labels(route)
             self.e2e.labels(route)
         none = dict.fromkeys(ESTIMATES, 0)
@@ -112,8 +116,11 @@ class Timing:
     arrived_s: float = field(default_factory=time.monotonic)
     _told_first: bool = False
 
-    def first_token(self) -> None:
-        if not self._told_first:
+    def heard(self, events: Sequence[Event]) -> None:
+        """Of one job, in order."""
+        if isinstance(events[-1], End):
+            self.metrics.count_end(events[-1])
+        if not self._told_first and any(isinstance(event, Delta) for event in events):
             self._told_first = True
             self.metrics.ttft.labels(self.route).observe(time.monotonic() - self.arrived_s)
 
@@ -144,7 +151,7 @@ class CountRequests:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = scope.get("path_template") or "other"
+                route = scope.get("path_template") or OTHER
                 self._metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from gateway.errors import job_error
 from headrace.config import GatewaySettings
 from headrace.errors import HeadraceError
 from headrace.follow import Follower
+from headrace.following import Following
 from headrace.keys import Keys
 from headrace.log import read_log
 from headrace.lua_source import load_script
@@ -148,11 +148,10 @@ class Store:
             raise HeadraceError("lost", "The job's result is gone.")
         return msgspec.json.decode(state["result"], type=Result)
 
-    async def follow(self, ref: JobRef, after_seq: int = 0) -> AsyncGenerator[Event, None]:
-        """The job's events after `after_seq`, to the terminal one. Raises `lost` if Redis lost them."""
-        async with aclosing(self._follower.follow(Keys(ref.pool), ref.id, after_seq)) as events:
-            async for event in events:
-                yield event
+    def follow(self, ref: JobRef, after_seq: int = 0) -> Following:
+        """The job's events after `after_seq`, what has come together in one list; the terminal one ends the
+        last. Raises `lost` if Redis lost them. It must be closed."""
+        return self._follower.follow_in_batches(Keys(ref.pool), ref.id, after_seq)
 
     async def followers(self, ref: JobRef) -> int:
         """How many gateways and clients follow the job at this moment."""

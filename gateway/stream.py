@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from litestar import Response
@@ -19,6 +19,7 @@ OPENING = b": headrace\n\n"
 PING = b": ping\n\n"
 LAGGING = b": lagging\n\n"
 LAGGING_S = 1.0
+WRITE_BYTES = 65_536
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,6 +38,20 @@ def sse(data: bytes, *, event: str | None = None, event_id: int | None = None) -
     if event is not None:
         head += b"event: " + event.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
+
+
+def gathered(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in as few pieces as may be: each is one write to the client's socket."""
+    pieces: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        pieces.append(chunk)
+        size += len(chunk)
+        if size >= WRITE_BYTES:
+            yield b"".join(pieces)
+            pieces, size = [], 0
+    if pieces:
+        yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 async def client_left(receive: Receive) -> None:

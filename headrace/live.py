@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from typing import Any
 
+import msgspec
 import redis.asyncio
 import structlog
+from redis._parsers.hiredis import NOT_ENOUGH_DATA, _AsyncHiredisParser
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from headrace.log import decode_live
+from headrace.messages import Event
+
 log = structlog.get_logger("headrace.live")
 
-MAILBOX_MESSAGES = 256
+MAILBOX_EVENTS = 256
 SUBSCRIBE_BATCH = 500
+READ_BYTES = 65_536
 PING_S = 1.0
 SILENT_S = 5.0
 WRITE_TIMEOUT_S = 5.0
@@ -29,41 +34,64 @@ RETRY_MOST_S = 1.0
 
 
 class Mailbox:
-    """What one reader has not yet taken. `stale`: something may have been missed; the log tells."""
+    """What its one reader has not yet taken. `stale`: something may have been missed; the log tells."""
 
     def __init__(self) -> None:
-        self._messages: deque[bytes] = deque()
-        self._wake = asyncio.Event()
+        self._events: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._heard = True
         self.stale = False
 
-    def put(self, message: bytes) -> None:
-        if len(self._messages) >= MAILBOX_MESSAGES:
+    def put(self, event: Event) -> None:
+        if len(self._events) >= MAILBOX_EVENTS:
             self.mark_stale()
             return
-        self._messages.append(message)
-        self._wake.set()
+        self._events.append(event)
+        self._wake()
 
     def mark_stale(self) -> None:
         """The log holds all that waits here, so it can go."""
-        self._messages.clear()
+        self._events.clear()
         self.stale = True
-        self._wake.set()
+        self._wake()
 
-    async def take(self, timeout_s: float) -> list[bytes] | None:
-        """The messages that wait; None when the log must be read: marked stale, or nothing came in time."""
-        if not self.stale and not self._messages:
+    def fell_silent(self) -> bool:
+        """Whether its reader waits and nothing has come since this was last asked."""
+        heard, self._heard = self._heard, False
+        return not heard and self._waiter is not None
+
+    async def take(self) -> list[Event] | None:
+        """The events that wait, at least one; None when the log must be read."""
+        while not self.stale and not self._events:
+            # A bare future: an event under a timeout costs more than all else that is done for a token.
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
-                async with asyncio.timeout(timeout_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                return None
-        self._wake.clear()
+                await self._waiter
+            finally:
+                self._waiter = None
         if self.stale:
             self.stale = False
             return None
-        messages = list(self._messages)
-        self._messages.clear()
-        return messages
+        events, self._events = self._events, []
+        return events
+
+    def _wake(self) -> None:
+        self._heard = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _BurstParser(_AsyncHiredisParser):
+    """Hands out all that came with one read: a call of redis-py for each message would double its cost."""
+
+    _reader: Any
+
+    async def read_burst(self) -> list[Any]:
+        """At least one reply. Raises RedisError and OSError when the connection is broken."""
+        replies = [await self.read_response()]
+        while (reply := self._reader.gets()) is not NOT_ENOUGH_DATA:
+            replies.append(reply)
+        return replies
 
 
 class LiveChannels:
@@ -140,11 +168,13 @@ class LiveChannels:
             mailbox.mark_stale()
 
     async def _serve(self, connection: AbstractConnection) -> None:
+        parser = _BurstParser(READ_BYTES)
+        connection.set_parser(lambda **_: parser)  # type: ignore[arg-type]
         await connection.connect()
         self._heard_s = time.monotonic()
         self._wake.set()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read(connection))
+            tasks.create_task(self._read(parser))
             tasks.create_task(self._write(connection))
 
     async def _write(self, connection: AbstractConnection) -> None:
@@ -181,17 +211,18 @@ class LiveChannels:
         except TimeoutError:
             raise RedisConnectionError("the server takes no more commands") from None
 
-    async def _read(self, connection: AbstractConnection) -> None:
+    async def _read(self, parser: _BurstParser) -> None:
         while True:
-            reply = await connection.read_response()
+            # All of a burst is put into the mailboxes before any reader goes on: each of them is woken once.
+            for reply in await parser.read_burst():
+                if isinstance(reply, list) and len(reply) == 3:
+                    self._dispatch(reply[0], reply[1], reply[2])
             self._heard_s = time.monotonic()
-            if isinstance(reply, list) and len(reply) == 3:
-                self._dispatch(reply[0], reply[1], reply[2])
 
     def _dispatch(self, kind: bytes, channel: bytes, data: Any) -> None:
         if kind == b"message":
-            for mailbox in self._mailboxes.get(channel, ()):
-                mailbox.put(data)
+            if mailboxes := self._mailboxes.get(channel):
+                _deliver(data, mailboxes)
         elif kind == b"subscribe":
             left = self._unanswered.pop(channel, 1) - 1
             if left > 0:
@@ -199,3 +230,15 @@ class LiveChannels:
             elif channel in self._sent:
                 self._live.add(channel)
                 self._mark_stale(channel)
+
+
+def _deliver(message: Any, mailboxes: set[Mailbox]) -> None:
+    """Read once for all who follow the job. What is no event sends them to the log."""
+    try:
+        event = decode_live(message)
+    except (msgspec.DecodeError, TypeError):
+        for mailbox in mailboxes:
+            mailbox.mark_stale()
+        return
+    for mailbox in mailboxes:
+        mailbox.put(event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -27,6 +26,7 @@ from gateway.openai.schema import (
 )
 from gateway.openai.serve import Head, Writer, answer
 from gateway.stream import sse
+from gateway.template import HOLE, Template
 from headrace.messages import Choice, Delta, Finish, Result
 
 
@@ -35,17 +35,18 @@ class ChatWriter(Writer):
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._begun: set[int] = set()
+        self._templates: dict[int, Template] = {}  # of the choices that have begun
 
-    def delta(self, prompt_index: int, event: Delta) -> Iterable[bytes]:
-        yield from self._begin(event.i)
-        if event.text or event.lp:
-            logprobs = chat_logprobs(event.lp) if event.lp is not None else None
-            yield self._chunk(event.i, ChatDelta(content=event.text), logprobs=logprobs)
+    def delta(self, prompt_index: int, event: Delta) -> bytes:
+        begin = b"" if event.i in self._templates else self._begin(event.i)
+        if event.lp is not None and (event.text or event.lp):
+            delta = ChatDelta(content=event.text)
+            return begin + self._chunk(event.i, delta, logprobs=chat_logprobs(event.lp))
+        return begin + self._templates[event.i].fill(event.text) if event.text else begin
 
-    def finish(self, prompt_index: int, event: Finish) -> Iterable[bytes]:
-        yield from self._begin(event.i)
-        yield self._chunk(event.i, ChatDelta(), finish_reason=event.reason)
+    def finish(self, prompt_index: int, event: Finish) -> bytes:
+        begin = b"" if event.i in self._templates else self._begin(event.i)
+        return begin + self._chunk(event.i, ChatDelta(), finish_reason=event.reason)
 
     def usage(self, usage: UsageBody) -> bytes:
         return self._encode([], usage)
@@ -63,10 +64,9 @@ class ChatWriter(Writer):
             seed=result.seed,
         )
 
-    def _begin(self, index: int) -> Iterable[bytes]:
-        if index not in self._begun:
-            self._begun.add(index)
-            yield self._chunk(index, ChatDelta(role="assistant", content=""))
+    def _begin(self, index: int) -> bytes:
+        self._templates[index] = Template(self._chunk(index, ChatDelta(content=HOLE)))
+        return self._chunk(index, ChatDelta(role="assistant", content=""))
 
     def _chunk(self, index: int, delta: ChatDelta, **fields: Any) -> bytes:
         usage = None if self._head.include_usage else msgspec.UNSET

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +24,7 @@ from gateway.openai.schema import (
 )
 from gateway.openai.serve import Head, Writer, answer
 from gateway.stream import sse
+from gateway.template import HOLE, Template
 from headrace.messages import Choice, Delta, Finish, Result, TokenLogprob
 
 
@@ -36,21 +36,23 @@ class TextWriter(Writer):
         self._num_top = num_top
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._begun: set[int] = set()
+        self._templates: dict[int, Template] = {}
         self._prompt_lp: dict[int, list[TokenLogprob | None]] = {}
 
-    def delta(self, prompt_index: int, event: Delta) -> Iterable[bytes]:
+    def delta(self, prompt_index: int, event: Delta) -> bytes:
         if event.prompt_lp is not None:
             self._prompt_lp[prompt_index] = event.prompt_lp
         index = self._index(prompt_index, event.i)
-        prefix = self._prefix(prompt_index, index)
-        if prefix or event.text or event.lp:
+        text = self._prefix(prompt_index, index) + event.text
+        if event.lp is not None and (text or event.lp):
             logprobs = self._logprobs(prompt_index, index, event.lp)
-            yield self._chunk(TextChoice(index=index, text=prefix + event.text, logprobs=logprobs))
+            return self._chunk(TextChoice(index=index, text=text, logprobs=logprobs))
+        return self._template(index).fill(text) if text else b""
 
-    def finish(self, prompt_index: int, event: Finish) -> Iterable[bytes]:
+    def finish(self, prompt_index: int, event: Finish) -> bytes:
         index = self._index(prompt_index, event.i)
         text = self._prefix(prompt_index, index)
-        yield self._chunk(TextChoice(index=index, text=text, finish_reason=event.reason))
+        return self._chunk(TextChoice(index=index, text=text, finish_reason=event.reason))
 
     def usage(self, usage: UsageBody) -> bytes:
         return sse(msgspec.json.encode(self._completion([], usage)))
@@ -97,6 +99,11 @@ class TextWriter(Writer):
             prompt = self._prompt_lp.get(prompt_index, [])
             first = first_token_bytes(self._head.echo[prompt_index], prompt)
         return self._offsets[index].lists([*prompt, *tokens], with_top=self._num_top > 0, first=first)
+
+    def _template(self, index: int) -> Template:
+        if index not in self._templates:
+            self._templates[index] = Template(self._chunk(TextChoice(index=index, text=HOLE)))
+        return self._templates[index]
 
     def _chunk(self, choice: TextChoice) -> bytes:
         usage = None if self._head.include_usage else msgspec.UNSET

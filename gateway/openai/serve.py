@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from gateway.merge import merged
 from gateway.metrics import Timing, open_stream
 from gateway.openai.schema import PromptTokensDetails, UsageBody
 from gateway.store import JobRef, NewJob
-from gateway.stream import DONE, ClientLeftError, EventStream, sse, unless_client_leaves
+from gateway.stream import DONE, ClientLeftError, EventStream, gathered, sse, unless_client_leaves
 from headrace.messages import Delta, End, Event, Finish, Result, Usage
 
 
@@ -49,10 +49,11 @@ class Writer(ABC):
     """Turns events and results into one endpoint's shapes. Holds what a stream must remember."""
 
     @abstractmethod
-    def delta(self, prompt_index: int, event: Delta) -> Iterable[bytes]: ...
+    def delta(self, prompt_index: int, event: Delta) -> bytes:
+        """Its chunks; empty when it says nothing."""
 
     @abstractmethod
-    def finish(self, prompt_index: int, event: Finish) -> Iterable[bytes]: ...
+    def finish(self, prompt_index: int, event: Finish) -> bytes: ...
 
     @abstractmethod
     def usage(self, usage: UsageBody) -> bytes:
@@ -86,10 +87,12 @@ async def _chunks(
     usages: list[Usage] = []
     with open_stream(gateway.metrics):
         try:
-            async with aclosing(_events(gateway, refs, timing)) as events:
-                async for index, event in events:
-                    for chunk in _written(writer, index, event, usages):
+            async with aclosing(merged([gateway.store.follow(ref) for ref in refs])) as batches:
+                async for index, events in batches:
+                    timing.heard(events)
+                    for chunk in gathered(_written(writer, index, events)):
                         yield chunk
+                    _note_end(events[-1], usages)
         except Exception as exc:
             gateway.abandon(refs)
             gateway.report(exc)
@@ -101,13 +104,12 @@ async def _chunks(
         yield DONE
 
 
-def _written(writer: Writer, index: int, event: Event, usages: list[Usage]) -> Iterable[bytes]:
-    if isinstance(event, Delta):
-        return writer.delta(index, event)
-    if isinstance(event, Finish):
-        return writer.finish(index, event)
-    _note_end(event, usages)
-    return ()
+def _written(writer: Writer, index: int, events: Iterable[Event]) -> Iterator[bytes]:
+    for event in events:
+        if isinstance(event, Delta):
+            yield writer.delta(index, event)
+        elif isinstance(event, Finish):
+            yield writer.finish(index, event)
 
 
 async def _wait(
@@ -134,26 +136,16 @@ async def _wait(
 
 async def _until_ended(gateway: Gateway, refs: Sequence[JobRef], timing: Timing) -> list[Usage]:
     usages: list[Usage] = []
-    async with aclosing(_events(gateway, refs, timing)) as events:
-        async for _, event in events:
-            if isinstance(event, End):
-                _note_end(event, usages)
+    async with aclosing(merged([gateway.store.follow(ref) for ref in refs])) as batches:
+        async for _, events in batches:
+            timing.heard(events)
+            _note_end(events[-1], usages)
     return usages
 
 
-async def _events(
-    gateway: Gateway, refs: Sequence[JobRef], timing: Timing
-) -> AsyncGenerator[tuple[int, Event], None]:
-    async with aclosing(merged([gateway.store.follow(ref) for ref in refs])) as events:
-        async for index, event in events:
-            if isinstance(event, Delta):
-                timing.first_token()
-            if isinstance(event, End):
-                gateway.metrics.count_end(event)
-            yield index, event
-
-
-def _note_end(event: End, usages: list[Usage]) -> None:
+def _note_end(event: Event, usages: list[Usage]) -> None:
+    if not isinstance(event, End):
+        return
     if event.status != "done":
         raise job_error(event.error, event.status)
     if event.usage is not None:

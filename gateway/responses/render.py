@@ -7,6 +7,7 @@ can be gone on with from any number at any gateway.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from gateway.responses.schema import (
     TextTop,
 )
 from gateway.stream import sse
+from gateway.template import HOLE, Template
 from headrace.messages import Delta, End, Event, Finish, Result, TokenLogprob, Usage
 
 _RUNNING = {"queued": "queued", "running": "in_progress"}
@@ -169,11 +171,25 @@ class EventWriter:
             yield from self._part("response.content_part.added", part=OutputText())
 
     def _delta(self, event: Delta) -> Iterable[bytes]:
-        lp = logprobs(event.lp)
         self._text.append(event.text)
+        if event.lp is None:
+            if event.text:
+                yield from self._text_delta(event.text)
+            return
+        lp = logprobs(event.lp)
         self._logprobs += lp
         if event.text or lp:
             yield from self._part("response.output_text.delta", delta=event.text, logprobs=lp)
+
+    def _text_delta(self, text: str) -> Iterable[bytes]:
+        number, self._number = self._number, self._number + 1
+        if number > self._after:
+            yield self._template.fill(number, text)
+
+    @cached_property
+    def _template(self) -> Template:
+        fields = self._in_part(delta=HOLE, logprobs=[])
+        return Template(self._event("response.output_text.delta", HOLE, fields))
 
     def _finish(self, event: Finish) -> Iterable[bytes]:
         self._reason = event.reason
@@ -196,14 +212,20 @@ class EventWriter:
         return self._write(kind, response=body)
 
     def _part(self, kind: str, **fields: Any) -> Iterable[bytes]:
-        return self._write(kind, item_id=message_id(self._body.id), output_index=0, content_index=0, **fields)
+        return self._write(kind, **self._in_part(**fields))
+
+    def _in_part(self, **fields: Any) -> dict[str, Any]:
+        return {"item_id": message_id(self._body.id), "output_index": 0, "content_index": 0, **fields}
 
     def _write(self, kind: str, **fields: Any) -> list[bytes]:
         number, self._number = self._number, self._number + 1
         if number <= self._after:
             return []
+        return [self._event(kind, number, fields)]
+
+    def _event(self, kind: str, number: int, fields: dict[str, Any]) -> bytes:
         event = {"type": kind, "sequence_number": number, **fields}
-        return [sse(msgspec.json.encode(event), event=kind)]
+        return sse(msgspec.json.encode(event), event=kind)
 
 
 def _terminal_type(status: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
@@ -22,10 +22,10 @@ from gateway.responses.records import Record, Records
 from gateway.responses.render import EventWriter
 from gateway.responses.schema import Deleted, InputItems, ResponseBody, ResponseDTO, ResponseRequest
 from gateway.store import JobRef, NewJob, new_id
-from gateway.stream import ClientLeftError, EventStream, unless_client_leaves
+from gateway.stream import ClientLeftError, EventStream, gathered, unless_client_leaves
 from gateway.submitting import new_job
 from headrace.errors import HeadraceError
-from headrace.messages import Delta, End
+from headrace.messages import End, Event
 
 CANCEL_WAIT_S = 2.0
 ResponseId = Annotated[str, PathParameter(description="The response's id.")]
@@ -215,10 +215,10 @@ async def _chunks(
                 return
             for chunk in writer.opening():
                 yield chunk
-            async with aclosing(gateway.store.follow(ref)) as events:
-                async for event in events:
-                    _note(gateway, event, timing)
-                    for chunk in writer.event(event):
+            async with aclosing(gateway.store.follow(ref)) as batches:
+                async for events in batches:
+                    _note(events, timing)
+                    for chunk in gathered(chunk for event in events for chunk in writer.event(event)):
                         yield chunk
             if record.body.store:
                 with suppress(RedisError, OSError):  # the tasks process, or a look-up, keeps it too
@@ -230,18 +230,16 @@ async def _chunks(
 
 
 async def _until_ended(gateway: Gateway, ref: JobRef, timing: Timing | None = None) -> None:
-    async with aclosing(gateway.store.follow(ref)) as events:
-        async for event in events:
-            _note(gateway, event, timing)
+    async with aclosing(gateway.store.follow(ref)) as batches:
+        async for events in batches:
+            _note(events, timing)
 
 
-def _note(gateway: Gateway, event: Any, timing: Timing | None) -> None:
+def _note(events: Sequence[Event], timing: Timing | None) -> None:
     if timing is None:
         return
-    if isinstance(event, Delta):
-        timing.first_token()
-    elif isinstance(event, End):
-        gateway.metrics.count_end(event)
+    timing.heard(events)
+    if isinstance(events[-1], End):
         timing.ended()
 
 

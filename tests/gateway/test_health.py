@@ -29,8 +29,15 @@ async def test_every_series_is_there_from_the_start(http: httpx.AsyncClient) -> 
     found = await samples(http)
     for code in ERRORS:
         assert found["errors_total", (("code", code),)] == 0
-    for route in ("/v1/chat/completions", "/v1/completions"):
+    for route in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
         assert found["ttft_seconds_count", (("route", route),)] == 0
+        assert found["e2e_seconds_count", (("route", route),)] == 0
+    document = (await http.get("/schema/openapi.json")).json()
+    routes = [route for route in document["paths"] if route.startswith("/v1/")]
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/files", "/v1/batches", "/v1/jobs/{job_id}"} <= {
+        *routes
+    }
+    for route in (*routes, "other"):
         assert found["requests_total", (("route", route), ("status", "200"))] == 0
     for job_class in ("high", "normal", "low"):
         assert found["queue_entries", (("class", job_class), ("pool", "smollm2"))] == 0

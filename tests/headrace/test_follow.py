@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from headrace.errors import HeadraceError
 from headrace.follow import Follower
-from headrace.live import MAILBOX_MESSAGES
+from headrace.live import MAILBOX_EVENTS
 from headrace.messages import Delta, End, Event
 
 pytestmark = pytest.mark.redis
@@ -207,7 +207,7 @@ async def test_no_subscription_outlives_its_reader(pool: Any, kit: Any, follower
 async def test_a_slow_reader_holds_little_and_misses_nothing(pool: Any, kit: Any, follower: Follower) -> None:
     await pool.add()
     entry, claimed = await pool.take()
-    total, seen = MAILBOX_MESSAGES * 4, []
+    total, seen = MAILBOX_EVENTS * 4, []
     async with aclosing(follower.follow(pool.keys, claimed.job_id)) as events:
         await pool.emit(kit.item(entry, claimed, [kit.delta(1, "1")]))
         seen.append(await anext(events))
