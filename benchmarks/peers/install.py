@@ -43,6 +43,10 @@ class PeerFolder:
     def llama_server(self) -> Path:
         return self._llama_program("llama-server")
 
+    def llama_perplexity(self) -> Path:
+        """The program that compares a model's logits with kept ones."""
+        return self._llama_program("llama-perplexity")
+
     def gguf(self, stored: str) -> Path:
         """The demo model stored as `stored`: f16, q8_0, q4_0, or q4_1, as it comes."""
         source = demo_model_path()
