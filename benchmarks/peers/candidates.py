@@ -19,6 +19,8 @@ OURS: Mapping[str, Mapping[str, str | int]] = {
     "q4": {"weights": "q4"},
     "int8": {"activations": "int8"},
 }
+KV_TOKENS = 16_384  # room of every server's cache; the work needs less than 9,000 at any time
+KV_BLOCK = 16
 ALL_MODES = frozenset({"offline", "online", "single"})
 
 
@@ -69,18 +71,30 @@ def line_up(
 def _ours(variant: str, threads: int, settings: Mapping[str, str | int]) -> Candidate:
     # Without the prefix cache: the same prompts come again in every mode, and the peers' are off too.
     fixed: dict[str, str | int] = {"prefix_cache": "false", "log_format": "json", "threads": threads}
+    fixed |= {"block_size": KV_BLOCK, "num_kv_blocks": KV_TOKENS // KV_BLOCK}
     start = headrace({**fixed, **settings, **OURS[variant]})
     return Candidate(f"headrace:{variant}", start, "", is_ours=True)
 
 
+# Beside its own choices. fp32 arithmetic is what a processor with bf16 would not do by itself; its cache of
+# keys and values is in bytes unless told otherwise.
+OPENVINO: Mapping[str, Sequence[str]] = {
+    "": ["INFERENCE_PRECISION_HINT=f32"],
+    "kv32": ["INFERENCE_PRECISION_HINT=f32", "KV_CACHE_PRECISION=f32"],
+    "own": [],
+}
+
+
 def _openvino(name: str, folder: PeerFolder, threads: int) -> Candidate:
-    python, model = folder.openvino(), folder.gguf(name.partition(":")[2])
-    start = driver(python, "drive_openvino.py", [str(model)], [str(threads)], {})
+    stored, _, choice = name.partition(":")[2].partition("-")
+    python, model = folder.openvino(), folder.gguf(stored)
+    after = [str(threads), str(KV_TOKENS), *OPENVINO[choice]]
+    start = driver(python, "drive_openvino.py", [str(model)], after, {})
     return Candidate(name, start, folder.version("openvino"))
 
 
 def _llama(name: str, folder: PeerFolder, threads: int) -> Candidate:
-    start = llama(folder.llama_server(), folder.gguf(name.partition(":")[2]), threads)
+    start = llama(folder.llama_server(), folder.gguf(name.partition(":")[2]), threads, KV_TOKENS)
     return Candidate(name, start, folder.version("llama"))
 
 
@@ -89,12 +103,13 @@ def _vllm(name: str, folder: PeerFolder, threads: int) -> Candidate:
     env = {
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_NO_USAGE_STATS": "1",
         "PATH": f"{python.parent}:{os.environ.get('PATH', os.defpath)}",
     }
-    return Candidate(name, driver(python, "drive_vllm.py", [str(model)], [], env), folder.version("vllm"))
+    return Candidate(
+        name, driver(python, "drive_vllm.py", [str(model)], [str(KV_TOKENS)], env), folder.version("vllm")
+    )
 
 
 def _transformers(name: str, folder: PeerFolder, threads: int) -> Candidate:
@@ -108,7 +123,7 @@ def _transformers(name: str, folder: PeerFolder, threads: int) -> Candidate:
 
 
 PEERS: Mapping[str, Make] = {
-    **{f"openvino:{stored}": _openvino for stored in ("f16", "q4_1", "q8_0")},
+    **{f"openvino:{stored}": _openvino for stored in ("f16", "f16-kv32", "f16-own", "q4_1", "q8_0")},
     **{f"llama:{stored}": _llama for stored in ("q4_0", "q8_0", "f16", "q4_1")},
     "vllm:fp32": _vllm,
     **{f"transformers:{way}": _transformers for way in ("continuous", "static32", "static8", "static1")},

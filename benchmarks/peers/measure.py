@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from benchmarks.figures import Summary
 from benchmarks.load import LoadError
 from benchmarks.peers import probe
 from benchmarks.peers.candidates import Candidate
-from benchmarks.peers.processes import own_tree, peak_mib
-from benchmarks.peers.sessions import Session
+from benchmarks.peers.processes import own_tree, peaks_mib
+from benchmarks.peers.sessions import Session, Settings
 from benchmarks.peers.work import (
     Mode,
     decode_tokens_per_s,
@@ -45,8 +45,12 @@ class Run:
     cpu: machine.CpuUse | None
     speed: probe.Speed
     start_s: float
-    peak_mib: int
+    peaks_mib: Mapping[str, int]  # of each of its process trees
     quiet: bool
+
+    @property
+    def peak_mib(self) -> int:
+        return sum(self.peaks_mib.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class Comparison:
     console: Console
     runs: list[Run] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Settings] = field(default_factory=dict)  # by candidate, as its server told them
 
     def run(self) -> None:
         at_once = [Mode(name) for name in self.plan.modes if name != "online"]
@@ -113,9 +118,15 @@ class Comparison:
         async with candidate.start(self._log(candidate)) as session:
             await session.run(warm_up()[:1])
             start_s = time.perf_counter() - begin
+            self._tell(candidate, session)
             await session.run(warm_up())
             for mode in modes:
                 await self._until_quiet(candidate, session, mode, number, start_s)
+
+    def _tell(self, candidate: Candidate, session: Session) -> None:
+        if candidate.name not in self.settings:
+            self.settings[candidate.name] = session.settings
+            self.console.print(f"  {candidate.name}: {settings_line(session.settings)}")
 
     async def _until_quiet(
         self, candidate: Candidate, session: Session, mode: Mode, number: int, start_s: float
@@ -145,7 +156,7 @@ class Comparison:
             cpu=use,
             speed=speed,
             start_s=start_s,
-            peak_mib=peak_mib(session.pids),
+            peaks_mib=peaks_mib(session.roots),
             quiet=use is None or use.others <= self.plan.quiet_cores,
         )
 
@@ -169,6 +180,10 @@ def _turned(candidates: Sequence[Candidate], by: int) -> Iterator[Candidate]:
     """Another one goes first in each round."""
     first = by % len(candidates)
     yield from [*candidates[first:], *candidates[:first]]
+
+
+def settings_line(settings: Settings) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _progress(run: Run) -> str:

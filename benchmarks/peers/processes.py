@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,9 +25,9 @@ def tree(roots: Iterable[int]) -> set[int]:
     return found
 
 
-def peak_mib(roots: Iterable[int]) -> int:
-    """The peak resident sizes of a tree, added up, MiB: pages shared by two processes count twice."""
-    return round(sum(_peak_kib(pid) for pid in tree(roots)) / 1024)
+def peaks_mib(roots: Mapping[str, int]) -> dict[str, int]:
+    """Peak resident size of each root's tree, MiB: pages shared by two processes count twice."""
+    return {role: round(sum(_peak_kib(pid) for pid in tree({root})) / 1024) for role, root in roots.items()}
 
 
 def end_rest(pids: Iterable[int]) -> None:

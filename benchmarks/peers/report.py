@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.figures import Summary, median_of
 from benchmarks.peers.candidates import Lineup
-from benchmarks.peers.measure import Comparison, Run
+from benchmarks.peers.measure import Comparison, Run, settings_line
 from benchmarks.peers.work import Mode
 
 NOTHING = "–"
@@ -162,6 +162,7 @@ def notes(comparison: Comparison, lineup: Lineup) -> list[str]:
     """What the reader of the tables has to know."""
     lines = [f"{name} did not take part: {reason}" for name, reason in lineup.missing.items()]
     lines += [f"{name} failed: {reason}" for name, reason in comparison.failed.items()]
+    lines += [f"{name}: {settings_line(found)}" for name, found in comparison.settings.items()]
     noisy = [run for run in comparison.runs if not run.quiet]
     if noisy:
         limit = comparison.plan.quiet_cores
@@ -180,6 +181,7 @@ def write(comparison: Comparison, lineup: Lineup, findings: Findings, folder: Pa
     raw: Mapping[str, Any] = {
         "machine": machine.describe(),
         "versions": {candidate.name: candidate.version for candidate in lineup.candidates},
+        "settings": comparison.settings,
         "notes": notes(comparison, lineup),
         "runs": [asdict(run) for run in comparison.runs],
     }

@@ -29,10 +29,14 @@ POOL = "bench"
 DRIVERS = Path(__file__).with_name("drivers")
 
 
+Settings = Mapping[str, str | int]
+
+
 class Session(Protocol):
     """A server that is ready."""
 
-    pids: set[int]  # the roots of its process trees
+    roots: Mapping[str, int]  # the first process of each of its trees, by what it does
+    settings: Settings  # what bears on its figures, as far as it is known
 
     async def run(self, requests: Sequence[PeerRequest]) -> list[Answer]: ...
 
@@ -43,13 +47,20 @@ Start = Callable[[Path], AbstractAsyncContextManager[Session]]  # takes the file
 class HttpSession:
     """An OpenAI-style server. `extra` goes into each request's body."""
 
-    def __init__(self, url: str, pids: set[int], extra: Mapping[str, Any]) -> None:
-        self.pids = pids
+    def __init__(
+        self, url: str, roots: Mapping[str, int], settings: Settings, extra: Mapping[str, Any]
+    ) -> None:
+        self.roots = roots
+        self.settings = settings
         self._url = url
         self._extra = extra
 
     async def run(self, requests: Sequence[PeerRequest]) -> list[Answer]:
         return await complete(self._url, self._extra, requests)
+
+
+class _Ready(msgspec.Struct):
+    settings: dict[str, str | int]
 
 
 class DriverSession:
@@ -58,13 +69,18 @@ class DriverSession:
     def __init__(
         self, process: Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.pids = {process.pid}
+        self.roots: Mapping[str, int] = {"engine": process.pid}
+        self.settings: Settings = {}
         self._reader = reader
         self._writer = writer
 
     async def run(self, requests: Sequence[PeerRequest]) -> list[Answer]:
         self._writer.write(msgspec.json.encode(requests) + b"\n")
         return msgspec.json.decode(await self.line(RUN_TIMEOUT_S), type=list[Answer])
+
+    async def ready(self) -> None:
+        """Raises LoadError when it does not get there."""
+        self.settings = msgspec.json.decode(await self.line(START_TIMEOUT_S), type=_Ready).settings
 
     async def line(self, timeout_s: float) -> bytes:
         """Raises LoadError when the driver has ended."""
@@ -75,7 +91,7 @@ class DriverSession:
         return found
 
 
-def headrace(settings: Mapping[str, str | int]) -> Start:
+def headrace(settings: Settings) -> Start:
     """Redis, worker and gateway, as users run them."""
 
     @asynccontextmanager
@@ -86,24 +102,27 @@ def headrace(settings: Mapping[str, str | int]) -> Start:
                 env = {"HEADRACE_REDIS_URL": server.url, "HEADRACE_POOL": POOL, "HEADRACE_PORT": str(port)}
                 command = [sys.executable, "-m", "gateway"]
                 async with _served(command, f"http://127.0.0.1:{port}/readyz", env, log) as gateway:
-                    pids = {worker.pid, gateway.pid, *([server.pid] if server.pid else [])}
-                    yield HttpSession(f"http://127.0.0.1:{port}", pids, {"model": POOL})
+                    roots = {"worker": worker.pid, "gateway": gateway.pid}
+                    if server.pid:
+                        roots["redis"] = server.pid
+                    yield HttpSession(f"http://127.0.0.1:{port}", roots, settings, {"model": POOL})
 
     return start
 
 
-def llama(program: Path, model: Path, threads: int, slots: int = 32, context: int = 16_384) -> Start:
+def llama(program: Path, model: Path, threads: int, kv_tokens: int, slots: int = 32) -> Start:
     """llama.cpp's server, its prompt cache off and its chain of samplers reduced to the greedy choice."""
+    settings: Settings = {"kv_tokens": kv_tokens, "kv_cache": "f16", "slots": slots, "threads": threads}
 
     @asynccontextmanager
     async def start(log: Path) -> AsyncIterator[Session]:
         port = free_port()
         command: list[str] = [str(program), "-m", str(model), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["-t", str(threads), "-tb", str(threads), "-np", str(slots), "-c", str(context)]
+        command += ["-t", str(threads), "-tb", str(threads), "-np", str(slots), "-c", str(kv_tokens)]
         command += ["--cache-ram", "0", "--no-webui", "--threads-http", "1"]
         extra = {"cache_prompt": False, "top_k": 1, "samplers": ["top_k"]}
         async with _served(command, f"http://127.0.0.1:{port}/health", {}, log) as process:
-            yield HttpSession(f"http://127.0.0.1:{port}", {process.pid}, extra)
+            yield HttpSession(f"http://127.0.0.1:{port}", {"server": process.pid}, settings, extra)
 
     return start
 
@@ -124,7 +143,7 @@ def driver(
         try:
             reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT_BYTES)
             session = DriverSession(process, reader, writer)
-            await session.line(START_TIMEOUT_S)
+            await session.ready()
             yield session
             writer.close()
         finally:

@@ -53,10 +53,11 @@ class Clock:
 Run = Callable[[Sequence[Request]], "Sequence[Answer]"]
 
 
-def serve(fd: int, run: Run) -> None:
-    """Says that the peer is ready, then answers one batch of requests a line until the other side closes."""
+def serve(fd: int, run: Run, settings: dict[str, str | int] | None = None) -> None:
+    """Says that the peer is ready, and how it is set up, then answers one batch of requests a line until the
+    other side closes."""
     with socket.socket(fileno=fd) as channel, channel.makefile("rw", encoding="utf-8") as lines:
-        _say(lines, {"ready": True})
+        _say(lines, {"settings": settings or {}})
         for line in lines:
             requests = [Request(**entry) for entry in json.loads(line)]
             _say(lines, [asdict(answer) for answer in run(requests)])

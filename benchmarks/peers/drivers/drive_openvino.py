@@ -1,4 +1,7 @@
-"""OpenVINO GenAI's continuous batching, in process: MODEL.gguf, the channel's file descriptor, threads."""
+"""OpenVINO GenAI's continuous batching, in process.
+
+Arguments: MODEL.gguf, the channel's file descriptor, threads, tokens of the KV cache, NAME=VALUE properties.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,32 @@ from channel import Answer, Clock, Request, serve
 
 MAX_BATCHED_TOKENS = 256
 MAX_SEQUENCES = 64
-KV_CACHE_GIB = 1
+KV_BLOCK = 32  # tokens, fixed on the CPU
+# What bears on speed and answers, and which the runtime chooses by itself where it is not told.
+TOLD = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 
 
-def make_pipeline(model: str, threads: int) -> Any:
+def make_pipeline(model: str, kv_tokens: int, properties: dict[str, Any]) -> Any:
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_batched_tokens = MAX_BATCHED_TOKENS
     scheduler.max_num_seqs = MAX_SEQUENCES
     scheduler.dynamic_split_fuse = True
-    scheduler.cache_size = KV_CACHE_GIB
+    scheduler.num_kv_blocks = kv_tokens // KV_BLOCK
     scheduler.enable_prefix_caching = False  # the same prompts come again
-    return genai.ContinuousBatchingPipeline(model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads})
+    return genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
+
+
+def settings_of(kv_tokens: int, properties: dict[str, Any]) -> dict[str, str | int]:
+    """Those given, and the runtime's own choices for the rest."""
+    own = {name: openvino.Core().get_property("CPU", name) for name in TOLD}
+    shown = {name: _shown(properties.get(name, value)) for name, value in own.items()}
+    return {**properties, **shown, "kv_tokens": kv_tokens, "max_num_batched_tokens": MAX_BATCHED_TOKENS}
+
+
+def _shown(value: Any) -> str | int:
+    if isinstance(value, str | int):
+        return value
+    return str(value.get_type_name() if isinstance(value, openvino.Type) else value)
 
 
 def greedy(output_tokens: int) -> Any:
@@ -37,8 +55,8 @@ def greedy(output_tokens: int) -> Any:
 class Pipeline:
     """Steps while anything runs, and lets requests in when their time has come."""
 
-    def __init__(self, model: str, threads: int) -> None:
-        self._pipeline = make_pipeline(model, threads)
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
         clock, waiting, answers = Clock(), list(requests), []
@@ -67,5 +85,12 @@ class Pipeline:
                 del running[key]
 
 
+def main(model: str, fd: int, threads: int, kv_tokens: int, given: Sequence[str]) -> None:
+    properties: dict[str, Any] = dict(pair.split("=", 1) for pair in given)
+    properties["INFERENCE_NUM_THREADS"] = threads
+    pipeline = make_pipeline(model, kv_tokens, properties)
+    serve(fd, Pipeline(pipeline).run, settings_of(kv_tokens, properties))
+
+
 if __name__ == "__main__":
-    serve(int(sys.argv[2]), Pipeline(sys.argv[1], int(sys.argv[3])).run)
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

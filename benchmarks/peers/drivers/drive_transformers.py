@@ -152,9 +152,10 @@ def with_continuous(model: Any, then: Callable[[Run], None]) -> None:
 def main(folder: str, fd: int, threads: int, way: str) -> None:
     model = load(folder, threads)
     if way == "continuous":
-        with_continuous(model, lambda run: serve(fd, run))
+        settings = {"dtype": "float32", "kv_tokens": KV_PAGE * KV_BLOCKS, "threads": threads}
+        with_continuous(model, lambda run: serve(fd, run, settings))
     else:
-        serve(fd, Static(model, int(way.partition(":")[2])).run)
+        serve(fd, Static(model, int(way.partition(":")[2])).run, {"dtype": "float32", "threads": threads})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vLLM's CPU build, in process: folder of fp32 weights, the channel's file descriptor."""
+"""vLLM's CPU build, in process: folder of fp32 weights, the channel's descriptor, tokens of the KV cache."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 MAX_MODEL_LEN = 1024
 MAX_SEQUENCES = 64
+KV_BLOCK = 128  # tokens, what it takes on the CPU
 
 
-def make_engine(model: str) -> AsyncLLM:
+def make_engine(model: str, kv_tokens: int) -> AsyncLLM:
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=model,
             dtype="float32",
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_SEQUENCES,
+            block_size=KV_BLOCK,
+            num_gpu_blocks_override=kv_tokens // KV_BLOCK,  # the CPU's, too
             enable_prefix_caching=False,  # the same prompts come again
             disable_log_stats=True,
         )
@@ -30,17 +33,17 @@ def make_engine(model: str) -> AsyncLLM:
 
 
 class Server:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, kv_tokens: int) -> None:
         self._loop = asyncio.new_event_loop()
-        self._engine = self._loop.run_until_complete(self._start(model))
+        self._engine = self._loop.run_until_complete(self._start(model, kv_tokens))
         self._run_number = 0
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
         self._run_number += 1
         return self._loop.run_until_complete(self._all(requests))
 
-    async def _start(self, model: str) -> AsyncLLM:
-        return make_engine(model)
+    async def _start(self, model: str, kv_tokens: int) -> AsyncLLM:
+        return make_engine(model, kv_tokens)
 
     async def _all(self, requests: Sequence[Request]) -> list[Answer]:
         clock = Clock()
@@ -63,4 +66,5 @@ class Server:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[2]), Server(sys.argv[1]).run)
+    tokens = int(sys.argv[3])
+    serve(int(sys.argv[2]), Server(sys.argv[1], tokens).run, {"dtype": "float32", "kv_tokens": tokens})

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.candidates import OURS, PEERS, SHORT, line_up, peers_named
+from benchmarks.peers.candidates import OPENVINO, OURS, PEERS, SHORT, line_up, peers_named
 from benchmarks.peers.install import PeerFolder
 
 
@@ -10,6 +10,13 @@ def test_short_names_stand_for_a_peer_at_its_best() -> None:
     assert peers_named("openvino, llama:q8_0") == ["openvino:f16", "llama:q8_0"]
     assert set(peers_named("all")) <= set(PEERS)
     assert len(peers_named("all")) >= len(SHORT)
+
+
+@pytest.mark.parametrize("name", [name for name in PEERS if name.startswith("openvino")])
+def test_every_form_of_openvino_says_how_it_multiplies(name: str) -> None:
+    _, _, choice = name.partition("-")
+    own_choice = not any(given.startswith("INFERENCE_PRECISION_HINT=") for given in OPENVINO[choice])
+    assert own_choice == (choice == "own")
 
 
 def test_an_unknown_peer_is_refused() -> None:

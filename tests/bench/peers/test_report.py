@@ -18,7 +18,18 @@ def run(candidate: str, mode: Mode, gap_s: float, *, others: float = 0.0) -> Run
     summary = summarise([JobTimes("job", 0.0, times, times[-1])])
     decode = 1 / gap_s if mode.name == "single" else None
     cpu, quiet = CpuUse(2.0, others), others <= 0.1
-    return Run(candidate, mode, 0, summary, decode, cpu, Speed(100.0, 20.0), 1.0, 300, quiet)
+    return Run(
+        candidate,
+        mode,
+        0,
+        summary,
+        decode,
+        cpu,
+        Speed(100.0, 20.0),
+        1.0,
+        {"worker": 200, "redis": 100},
+        quiet,
+    )
 
 
 RUNS = [
@@ -33,6 +44,8 @@ def test_ratios_are_to_the_best_peer() -> None:
     speeds = {row[0]: row[at_once.headings.index("single, tok/s")] for row in at_once.rows}
     assert speeds == {"ours": "100 (2.00)", "good": "50.0 (1.00)", "poor": "25.0 (0.50)"}
     gaps = {row[0]: row[online.headings.index("ITL p50, ms")] for row in online.rows}
+    peaks = {row[0]: row[at_once.headings.index("peak MiB")] for row in at_once.rows}
+    assert set(peaks.values()) == {"300"}
     assert gaps == {"ours": "10.0 (0.50)", "good": "20.0 (1.00)"}
     assert "| ours |" in online.markdown()
 

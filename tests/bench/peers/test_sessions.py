@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load import LoadError
-from benchmarks.peers.processes import tree
+from benchmarks.peers.processes import peaks_mib, tree
 from benchmarks.peers.sessions import DRIVERS, driver, headrace
 from benchmarks.peers.work import PeerRequest, summary_of
 
@@ -25,7 +25,7 @@ def run(requests):
     return answers
 
 print("what a library prints does no harm")
-serve(int(sys.argv[2]), run)
+serve(int(sys.argv[2]), run, {"kv_tokens": 512})
 """
 
 
@@ -38,6 +38,7 @@ def script(folder: Path, text: str) -> str:
 async def test_requests_go_out_and_answers_come_back(tmp_path: Path) -> None:
     start = driver("python3", script(tmp_path, COUNTING), [str(DRIVERS)], [], {})
     async with start(tmp_path / "log") as session:
+        assert session.settings == {"kv_tokens": 512}
         for _ in range(2):
             first, second = await session.run([PeerRequest(1, [5], 3), PeerRequest(2, [5], 4, 0.1)])
             assert (first.id, first.tokens, len(first.token_s)) == (1, 3, 3)
@@ -51,8 +52,8 @@ LEAVING = COUNTING.replace("print(", "import subprocess; print(subprocess.Popen(
 async def test_no_process_of_a_driver_outlives_it(tmp_path: Path) -> None:
     start = driver("python3", script(tmp_path, LEAVING), [str(DRIVERS)], [], {})
     async with start(tmp_path / "log") as session:
-        assert len(tree(session.pids)) == 2
-        [left] = tree(session.pids) - session.pids
+        started = set(session.roots.values())
+        [left] = tree(started) - started
     with pytest.raises(ProcessLookupError):
         await until_gone(left)
 
@@ -74,9 +75,13 @@ async def test_a_driver_that_dies_is_told(tmp_path: Path) -> None:
 @pytest.mark.e2e
 async def test_headrace_is_measured_through_its_gateway(tmp_path: Path) -> None:
     requests = [PeerRequest(1, [104, 105], 20), PeerRequest(2, [104], 30, 0.1)]
-    async with headrace({"model": "simulated:step_ms=1"})(tmp_path / "log") as session:
+    settings = {"model": "simulated:step_ms=1"}
+    async with headrace(settings)(tmp_path / "log") as session:
         answers = await session.run(requests)
-        assert len(session.pids) == 3
+        assert session.settings == settings
+        peaks = peaks_mib(session.roots)
+        assert set(peaks) == {"worker", "gateway", "redis"}
+        assert all(10 < mib < 1_000 for mib in peaks.values())
     summary = summary_of(requests, answers)
     assert summary.output_tokens == 50
     assert answers[1].submitted_s >= 0.1
