@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
 from headrace.keys import valid_pool
+from headrace.redis_url import parse_redis_url
 
 PREFIX = "HEADRACE_"
 IGNORED_PREFIX = "HEADRACE_TEST_"
@@ -51,9 +51,9 @@ def default_cache_dir() -> str:
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What every service needs to know."""
 
-    redis_url: Annotated[str, Meta(description="Redis: redis://, rediss:// or unix://.")] = (
-        "redis://127.0.0.1:6379/0"
-    )
+    redis_url: Annotated[
+        str, Meta(description="Redis: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.")
+    ] = "redis://127.0.0.1:6379/0"
     pool: Annotated[str, Meta(description="Name of the pool: a set of workers that serve one model.")] = (
         "smollm2"
     )
@@ -87,8 +87,10 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not valid_pool(self.pool):
             raise ConfigError(_bad("pool", self.pool, "1 to 64 characters of A-Z a-z 0-9 . _ -"))
-        if urlsplit(self.redis_url).scheme not in ("redis", "rediss", "unix"):
-            raise ConfigError(_bad("redis_url", self.redis_url, "a URL like redis://host:6379/0"))
+        try:
+            parse_redis_url(self.redis_url)
+        except ValueError as problem:
+            raise ConfigError(_bad("redis_url", self.redis_url, str(problem))) from None
 
 
 class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
@@ -340,8 +342,9 @@ def parse_memory(text: str, *, free_bytes: int) -> int:
 
 
 def redact_url(url: str) -> str:
-    """The URL without its password, for logs and errors."""
-    return re.sub(r"(?<=://)([^/@]*:)[^/@]*@", r"\1***@", url)
+    """The URL without its passwords, for logs and errors."""
+    shown = re.sub(r"(?<=://)([^/@]*:)[^/@]*@", r"\1***@", url)
+    return re.sub(r"(?<=password=)[^&]*", "***", shown)
 
 
 def _convert(field: Field, value: Any, hint: Any) -> Any:

@@ -1,53 +1,109 @@
-"""Connections to Redis, every setting explicit: undecoded replies, RESP2, timeouts, no silent second try."""
+"""Clients of Redis, every setting explicit: undecoded replies, RESP2, timeouts, no silent second try."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import redis
 import redis.asyncio
-from redis.asyncio import Connection, SSLConnection, UnixDomainSocketConnection
+import redis.connection
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
+
+from headrace.cluster import ClusterRedis
+from headrace.connections import (
+    Asking,
+    SeekingConnection,
+    SeekingTlsConnection,
+    SyncSeekingConnection,
+    SyncSeekingTlsConnection,
+    TcpConnection,
+    TlsConnection,
+    UnixConnection,
+)
+from headrace.places import Place, SlotMap, SlotOwner, key_slot
+from headrace.redis_url import Address, RedisUrl, parse_redis_url
+from headrace.sentinel import master_of
 
 HEALTH_CHECK_S = 15
 BLOCK_MARGIN_S = 5.0
 POOL_WAIT_S = 20.0
+ASK_S = 1.0  # for one sentinel or node to say where a server is, before the next is asked
+
+_BY_SCHEME = {"redis": TcpConnection, "rediss": TlsConnection, "unix": UnixConnection}
+_SEEKING = {"redis": SeekingConnection, "rediss": SeekingTlsConnection}
+_SYNC_SEEKING = {"redis": SyncSeekingConnection, "rediss": SyncSeekingTlsConnection}
 
 
-class _Sender:
-    """Sends under asyncio.timeout: the wait_for of redis-py loses cancellations before Python 3.12, so that a
-    task cancelled during a command runs on."""
+def connect(
+    url: str, *, blocking: bool = False, timeout_s: float = 5.0, max_connections: int = 32, tag: str = ""
+) -> redis.asyncio.Redis:
+    """An asyncio client of any URL that `parse_redis_url` takes. Nothing is sent before the first command.
 
-    socket_timeout: float | None
+    `blocking=True` is for XREAD BLOCK and the like: `timeout_s` is then the longest BLOCK, and the socket
+    waits longer. Nothing is sent twice by itself: an XADD whose reply was lost would be written twice.
+    Callers beyond `max_connections` wait for a free connection; on a cluster there are so many for each node.
+    A cluster's client sends each command to the node of its key. With a `tag` it is instead a plain client of
+    the node that has the keys with this hash tag, for code that needs its connections as they are.
+    """
+    parsed = parse_redis_url(url)
+    options = _options(url, blocking, timeout_s) | {
+        "max_connections": max_connections,
+        "timeout": POOL_WAIT_S,
+        "retry": AsyncRetry(NoBackoff(), 0),
+    }
+    if parsed.kind == "server":
+        return redis.asyncio.Redis.from_pool(_pool(parsed.server_url, _BY_SCHEME, options))
+    asking = _asking(parsed)
 
-    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        timeout_s, self.socket_timeout = self.socket_timeout, None
-        try:
-            async with asyncio.timeout(timeout_s):
-                await super().send_packed_command(command, check_health)  # type: ignore[misc]
-        except TimeoutError:
-            raise RedisTimeoutError("Timeout writing to socket") from None
-        finally:
-            self.socket_timeout = timeout_s
+    def seeking(place: Place) -> redis.asyncio.ConnectionPool:
+        return _pool(parsed.server_url, _SEEKING, {**options, "place": place, "asking": asking})
+
+    def fixed(node: Address) -> redis.asyncio.ConnectionPool:
+        pool = _pool(parsed.server_url, _BY_SCHEME, options)
+        pool.connection_kwargs.update(host=node[0], port=node[1])
+        return pool
+
+    if parsed.kind == "cluster" and not tag:
+        slots = SlotMap(parsed.nodes)
+        return ClusterRedis(slots, asking, seeking(SlotOwner(slots, None)), fixed)
+    return redis.asyncio.Redis.from_pool(seeking(_place(parsed, tag)))
 
 
-class _TcpConnection(_Sender, Connection):
-    pass
+def connect_sync(
+    url: str, *, blocking: bool = False, timeout_s: float = 5.0, max_connections: int = 4, tag: str = ""
+) -> redis.Redis:
+    """The same as `connect`, for threads of their own (the lease's). On a cluster it needs a `tag`."""
+    parsed = parse_redis_url(url)
+    options = _options(url, blocking, timeout_s) | {
+        "max_connections": max_connections,
+        "timeout": POOL_WAIT_S,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    pool: Any = redis.BlockingConnectionPool.from_url(parsed.server_url, **options)
+    if parsed.kind != "server":
+        pool.connection_class = _SYNC_SEEKING[_scheme(parsed.server_url)]
+        pool.connection_kwargs.update(place=_place(parsed, tag), asking=_asking(parsed))
+    return redis.Redis.from_pool(pool)
 
 
-class _TlsConnection(_Sender, SSLConnection):
-    pass
+def connections(url: str, *, connect_timeout_s: float) -> redis.asyncio.ConnectionPool:
+    """For those who speak over connections of their own: makes them, with no limit on the time of a reply.
 
-
-class _UnixConnection(_Sender, UnixDomainSocketConnection):
-    pass
-
-
-_BY_SCHEME = {"redis": _TcpConnection, "rediss": _TlsConnection, "unix": _UnixConnection}
+    On a cluster each goes to any master: messages reach them all.
+    """
+    parsed = parse_redis_url(url)
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "decode_responses": False,
+        "socket_connect_timeout": connect_timeout_s,
+    }
+    if parsed.kind == "server":
+        return _pool(parsed.server_url, _BY_SCHEME, options, redis.asyncio.ConnectionPool)
+    options |= {"place": _place(parsed, ""), "asking": _asking(parsed)}
+    return _pool(parsed.server_url, _SEEKING, options, redis.asyncio.ConnectionPool)
 
 
 def _options(url: str, blocking: bool, timeout_s: float) -> dict[str, Any]:
@@ -64,35 +120,34 @@ def _options(url: str, blocking: bool, timeout_s: float) -> dict[str, Any]:
     return options
 
 
-def connect(
-    url: str, *, blocking: bool = False, timeout_s: float = 5.0, max_connections: int = 32
-) -> redis.asyncio.Redis:
-    """An asyncio client of redis://, rediss:// or unix://. Nothing is sent before the first command.
-
-    `blocking=True` is for XREAD BLOCK and the like: `timeout_s` is then the longest BLOCK, and the socket
-    waits longer. Nothing is sent twice by itself: an XADD whose reply was lost would be written twice.
-    Callers beyond `max_connections` wait for a free connection.
-    """
-    pool: Any = redis.asyncio.BlockingConnectionPool.from_url(
-        url,
-        max_connections=max_connections,
-        timeout=POOL_WAIT_S,
-        retry=AsyncRetry(NoBackoff(), 0),
-        **_options(url, blocking, timeout_s),
-    )
-    pool.connection_class = _BY_SCHEME[url.split(":", 1)[0]]
-    return redis.asyncio.Redis.from_pool(pool)
+def _pool(
+    url: str,
+    classes: Mapping[str, type],
+    options: Mapping[str, Any],
+    kind: type[redis.asyncio.ConnectionPool] = redis.asyncio.BlockingConnectionPool,
+) -> redis.asyncio.ConnectionPool:
+    pool: Any = kind.from_url(url, **options)
+    pool.connection_class = classes[_scheme(url)]
+    return pool
 
 
-def connect_sync(
-    url: str, *, blocking: bool = False, timeout_s: float = 5.0, max_connections: int = 4
-) -> redis.Redis:
-    """The same as `connect`, for threads of their own (the lease's)."""
-    pool: Any = redis.BlockingConnectionPool.from_url(
-        url,
-        max_connections=max_connections,
-        timeout=POOL_WAIT_S,
-        retry=Retry(NoBackoff(), 0),
-        **_options(url, blocking, timeout_s),
-    )
-    return redis.Redis.from_pool(pool)
+def _scheme(url: str) -> str:
+    return url.partition(":")[0]
+
+
+def _place(parsed: RedisUrl, tag: str) -> Place:
+    if parsed.kind == "sentinel":
+        return master_of(parsed.nodes, parsed.service)
+    return SlotOwner(SlotMap(parsed.nodes), key_slot(tag) if tag else None)
+
+
+def _asking(parsed: RedisUrl) -> Asking:
+    """Sentinels have users of their own, and a cluster's nodes those of the URL; TLS as for the servers."""
+    options: dict[str, Any] = redis.connection.parse_url(parsed.server_url)
+    tls = options.pop("connection_class", None) is redis.SSLConnection
+    for name in ("host", "port", "db"):
+        options.pop(name, None)
+    if parsed.kind == "sentinel":
+        options |= {"username": parsed.sentinel_user, "password": parsed.sentinel_password}
+    limits = {"socket_timeout": ASK_S, "socket_connect_timeout": ASK_S}
+    return Asking(tls, {**options, **limits, "protocol": 2, "decode_responses": False})

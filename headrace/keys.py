@@ -1,4 +1,8 @@
-"""Every key of the protocol, built here and nowhere else. The pool's name is the hash tag: a slot a pool."""
+"""Every key of the protocol, built here and nowhere else.
+
+The pool's name is the hash tag of its keys: on a cluster a pool has one slot. Beside the pools, `tenants`,
+`files` and `arq` are tags. No script or transaction spans two tags.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from dataclasses import dataclass
 POOLS = "hr:pools"
 API_KEYS = "hr:{tenants}:keys"  # zset of key ids, score = when made, ms
 WEBHOOK_SECRETS = "hr:webhook-secrets"
-WEBHOOK_QUEUE = "hr:arq:webhooks"
-TASK_QUEUE = "hr:arq:tasks"
+ARQ_TAG = "arq"  # of all keys of arq, whose transactions span them
+WEBHOOK_QUEUE = "hr:{arq}:webhooks"
+TASK_QUEUE = "hr:{arq}:tasks"
 GROUP = "workers"
 _POOL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JOB_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -27,6 +32,11 @@ def valid_pool(name: str) -> bool:
 
 def valid_job_id(job_id: str) -> bool:
     return _JOB_ID.fullmatch(job_id) is not None
+
+
+def arq_id(task_id: str) -> str:
+    """A task's id within arq, which makes keys of it."""
+    return f"{{{ARQ_TAG}}}:{task_id}"
 
 
 def api_key(key_id: str) -> str:

@@ -11,13 +11,13 @@ import time
 from typing import Any
 
 import msgspec
-import redis.asyncio
 import structlog
 from redis._parsers.hiredis import NOT_ENOUGH_DATA, _AsyncHiredisParser
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from headrace.connect import connections
 from headrace.log import decode_live
 from headrace.messages import Event
 
@@ -98,9 +98,7 @@ class LiveChannels:
     """Owns the connection. `open` and `shut` never wait: what is wanted is compared with what was sent."""
 
     def __init__(self, url: str) -> None:
-        self._pool = redis.asyncio.ConnectionPool.from_url(
-            url, protocol=2, decode_responses=False, socket_connect_timeout=WRITE_TIMEOUT_S
-        )
+        self._pool = connections(url, connect_timeout_s=WRITE_TIMEOUT_S)
         self._mailboxes: dict[bytes, set[Mailbox]] = {}
         # Of this connection: what was asked for, what of it is not yet answered, and what is live.
         self._sent: set[bytes] = set()
@@ -108,6 +106,7 @@ class LiveChannels:
         self._live: set[bytes] = set()
         self._wake = asyncio.Event()
         self._heard_s = 0.0
+        self._away = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -147,7 +146,9 @@ class LiveChannels:
             try:
                 await self._serve(connection)
             except* (RedisError, OSError) as group:
-                log.info("live_channels_disconnected", error=type(group.exceptions[0]).__name__)
+                if not self._away:
+                    log.info("live_channels_disconnected", error=type(group.exceptions[0]).__name__)
+                self._away = True
             finally:
                 self._forget()
                 await connection.disconnect(nowait=True)
@@ -171,6 +172,7 @@ class LiveChannels:
         parser = _BurstParser(READ_BYTES)
         connection.set_parser(lambda **_: parser)  # type: ignore[arg-type]
         await connection.connect()
+        self._away = False
         self._heard_s = time.monotonic()
         self._wake.set()
         async with asyncio.TaskGroup() as tasks:

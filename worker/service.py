@@ -56,7 +56,7 @@ class WorkerService:
         self._redis = connect(settings.redis_url)
         self._blocking = connect(settings.redis_url, blocking=True)
         self._pubsub = connect(settings.redis_url, blocking=True)
-        self._sync_redis = connect_sync(settings.redis_url)
+        self._sync_redis = connect_sync(settings.redis_url, tag=settings.pool)
         self._scripts = Scripts(self._redis, self._keys)
         self._report: StepReport | None = None
         self._utilisation = Utilisation()

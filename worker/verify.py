@@ -102,7 +102,9 @@ def main() -> None:
     job_id = sys.argv[1]
     settings = load_settings(WorkerSettings, os.environ)
     configure_logging(settings.log_format, "warning")
-    stored = connect_sync(settings.redis_url).hget(Keys(settings.pool).job(job_id), "result")
+    stored = connect_sync(settings.redis_url, tag=settings.pool).hget(
+        Keys(settings.pool).job(job_id), "result"
+    )
     if stored is None:
         sys.exit(f"error: job {job_id}: no result in pool {settings.pool}; it has not ended or has expired")
     result = msgspec.json.decode(stored, type=Result)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from gateway.tasks.webhooks import Courier
 from gateway.tenants import Tenants
 from headrace.config import TasksSettings, redact_url
 from headrace.connect import connect
-from headrace.keys import TASK_QUEUE, WEBHOOK_QUEUE
+from headrace.keys import ARQ_TAG, TASK_QUEUE, WEBHOOK_QUEUE
 
 DISPATCH_S = 0.25
 SOON_MS = 300
@@ -56,6 +56,7 @@ class Tasks:
     def __init__(self, settings: TasksSettings, redis: Redis | None = None) -> None:
         self._settings = settings
         self._redis = redis or connect(settings.redis_url, max_connections=MAX_CONNECTIONS)
+        self._arq_redis = redis or connect(settings.redis_url, max_connections=MAX_CONNECTIONS, tag=ARQ_TAG)
         self._directory = Directory(self._redis, settings.pool)
         self._outbound = Outbound(
             settings.webhook_networks, timeout_s=settings.webhook_timeout_s, max_connections=MAX_WEBHOOKS
@@ -85,7 +86,8 @@ class Tasks:
                 task.cancel()
             await asyncio.gather(*loops, stopped, return_exceptions=True)
             await self._outbound.close()
-            await self._redis.aclose()
+            for client in {self._redis, self._arq_redis}:
+                await client.aclose()
 
     def _webhook_worker(self) -> SteadyWorker:
         async def deliver(_: dict[str, Any], pool: str, delivery_id: str) -> None:
@@ -93,7 +95,7 @@ class Tasks:
 
         function = arq.func(deliver, name="deliver", timeout=self._attempt_s)  # type: ignore[arg-type]
         return SteadyWorker(
-            self._redis, WEBHOOK_QUEUE, functions=[function], max_jobs=MAX_WEBHOOKS, job_timeout=1
+            self._arq_redis, WEBHOOK_QUEUE, functions=[function], max_jobs=MAX_WEBHOOKS, job_timeout=1
         )
 
     def _task_worker(self) -> SteadyWorker:
@@ -105,7 +107,7 @@ class Tasks:
         function = arq.func(advance, name="advance", timeout=TASK_S)  # type: ignore[arg-type]
         cron_jobs = sweeps(self._redis, self._directory, self._settings)
         return SteadyWorker(
-            self._redis,
+            self._arq_redis,
             TASK_QUEUE,
             functions=[function],
             cron_jobs=cron_jobs,
@@ -114,7 +116,7 @@ class Tasks:
         )
 
     async def _dispatch_webhooks(self) -> None:
-        client = arq_client(self._redis, WEBHOOK_QUEUE)
+        client = arq_client(self._arq_redis, WEBHOOK_QUEUE)
         lease_ms = round((self._attempt_s + LEASE_MARGIN_S) * 1000)
         for pool in await self._directory.pools():
             deliveries = Deliveries(self._redis, pool, retention_ms=self._settings.webhook_retention_ms)
@@ -127,7 +129,7 @@ class Tasks:
                 log.warning("webhooks_not_dispatched", pool=pool, error=str(exc)[:80])
 
     async def _dispatch_batches(self) -> None:
-        client, batches = arq_client(self._redis, TASK_QUEUE), Batches(self._redis)
+        client, batches = arq_client(self._arq_redis, TASK_QUEUE), Batches(self._redis)
         for batch_id in await batches.due(round((TASK_S + LEASE_MARGIN_S) * 1000)):
             if not await enqueue(client, "advance", batch_id, job_id=batch_id):
                 await batches.due_again(batch_id, await self._soon_ms())

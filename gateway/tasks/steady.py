@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import arq
+import arq.worker
 import msgspec
 import structlog
 from arq.connections import ArqRedis
@@ -18,6 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gateway.lua import redis_now_ms
+from headrace.keys import arq_id
 
 POLL_S = 0.2
 OUTAGE_PAUSE_S = 0.5
@@ -26,6 +28,8 @@ CLOCK_SLACK_S = 3600
 EXPIRY_S = 86_400
 KEEP_FAILED_S = 0  # nobody reads arq's results: what came of a task is in our own keys
 log = structlog.get_logger("headrace.tasks")
+# arq ends a task in one transaction with this key of its own, which on a cluster must have the others' slot.
+arq.worker.abort_jobs_ss = f"arq:{arq_id('abort')}"
 
 
 def encode(value: Any) -> bytes:
@@ -47,7 +51,9 @@ def arq_client(redis: Redis, queue: str) -> ArqRedis:
 async def enqueue(client: ArqRedis, function: str, *args: Any, job_id: str) -> bool:
     """False: it is queued or running already. Any process may take it at once, whatever its clock says."""
     when = datetime.fromtimestamp(await redis_now_ms(client) / 1000 - CLOCK_SLACK_S, UTC)
-    queued = await client.enqueue_job(function, *args, _job_id=job_id, _defer_until=when, _expires=EXPIRY_S)
+    queued = await client.enqueue_job(
+        function, *args, _job_id=arq_id(job_id), _defer_until=when, _expires=EXPIRY_S
+    )
     return queued is not None
 
 

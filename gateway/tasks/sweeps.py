@@ -14,7 +14,7 @@ from gateway.directory import Directory
 from gateway.lua import redis_now_ms
 from gateway.responses.records import Records
 from headrace.config import TasksSettings
-from headrace.keys import Keys
+from headrace.keys import Keys, arq_id
 from headrace.scripts import Scripts
 
 SETTLE_SECONDS = {5, 35}
@@ -35,7 +35,7 @@ def sweeps(redis: Redis, directory: Directory, settings: TasksSettings) -> Seque
 
 
 def periodic(name: str, work: Callable[[dict[str, Any]], Awaitable[None]], seconds: set[int]) -> CronJob:
-    return cron(work, name=name, second=seconds, timeout=SWEEP_S, keep_result=ONCE_S)  # type: ignore[arg-type]
+    return cron(work, name=arq_id(name), second=seconds, timeout=SWEEP_S, keep_result=ONCE_S)  # type: ignore[arg-type]
 
 
 async def settle_responses(redis: Redis, directory: Directory) -> int:

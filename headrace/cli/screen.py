@@ -11,6 +11,7 @@ from rich.text import Text
 
 from headrace.config import redact_url
 from headrace.keys import Keys
+from headrace.redis_url import RedisUrl, parse_redis_url
 
 _STYLES = {"worker": "cyan", "gateway": "magenta"}
 PROMPT = "Why is the sky blue?"
@@ -56,8 +57,11 @@ def try_it(redis_url: str, gateway_url: str, pool: str, *, needs_key: bool) -> s
 
 def redis_cli(redis_url: str) -> str:
     """`redis-cli` with the flags that reach `redis_url`; the password is left to REDISCLI_AUTH."""
-    parts = urlsplit(redis_url)
-    words = ["redis-cli"]
+    target = parse_redis_url(redis_url)
+    if target.kind == "sentinel":
+        return _cli_by_sentinel(target)
+    parts = urlsplit(target.server_url)
+    words = ["redis-cli", "-c"] if target.kind == "cluster" else ["redis-cli"]
     if parts.scheme == "unix":
         return shlex.join([*words, "-s", parts.path])
     if parts.scheme == "rediss":
@@ -71,3 +75,25 @@ def redis_cli(redis_url: str) -> str:
     if database not in ("", "0"):
         words += ["-n", database]
     return shlex.join(words)
+
+
+def _cli_by_sentinel(target: RedisUrl) -> str:
+    """Asks a sentinel in the command itself, so that it holds after a failover too."""
+    parts, (host, port) = urlsplit(target.server_url), target.nodes[0]
+    tls = ["--tls"] if parts.scheme == "rediss" else []
+    ask = [
+        "redis-cli",
+        *tls,
+        "-h",
+        host,
+        "-p",
+        str(port),
+        "SENTINEL",
+        "GET-MASTER-ADDR-BY-NAME",
+        target.service,
+    ]
+    words = [*tls, *(["--user", parts.username] if parts.username else [])]
+    database = parts.path.strip("/")
+    words += ["-n", database] if database not in ("", "0") else []
+    reach = f"redis-cli -h $(set -- $({shlex.join(ask)}); echo $1 -p $2)"
+    return f"{reach} {shlex.join(words)}".rstrip()

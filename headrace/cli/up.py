@@ -23,6 +23,7 @@ from headrace.cli.options import tell_error
 from headrace.cli.plan import Plan
 from headrace.cli.screen import Screen, try_it
 from headrace.config import WorkerSettings, redact_url
+from headrace.connect import connect_sync
 from headrace.embedded import EmbeddedRedis
 from headrace.keys import Keys
 from headrace.models import SIMULATED, ModelError, resolve_model
@@ -99,7 +100,7 @@ class Stack:
 
     def _start_redis(self) -> None:
         if not self._plan.own_redis:
-            with redis.Redis.from_url(self._redis_url, socket_timeout=5, socket_connect_timeout=5) as client:
+            with connect_sync(self._redis_url, tag=self._plan.worker.pool) as client:
                 try:
                     client.ping()
                 except (redis.RedisError, OSError) as problem:
@@ -180,7 +181,7 @@ class Stack:
 
     def _workers_are_ready(self) -> bool:
         cards = [self._keys.worker(worker_id) for worker_id in self._worker_ids.values()]
-        with redis.Redis.from_url(self._redis_url, socket_timeout=5) as client:
+        with connect_sync(self._redis_url, tag=self._plan.worker.pool) as client:
             try:
                 return client.exists(*cards) == len(cards)
             except (redis.RedisError, OSError):

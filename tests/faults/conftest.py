@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 
-def _load_queue_tools() -> ModuleType:
-    path = Path(__file__).parents[1] / "queue" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("queue_tools", path)
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(path)
     module = importlib.util.module_from_spec(spec)
@@ -25,7 +24,8 @@ def _load_queue_tools() -> ModuleType:
     return module
 
 
-QUEUE_TOOLS = _load_queue_tools()
+QUEUE_TOOLS = _load("queue_tools", Path(__file__).parents[1] / "queue" / "conftest.py")
+FLEET = _load("fleet", Path(__file__).with_name("fleet.py"))
 
 
 @pytest.fixture
@@ -75,3 +75,32 @@ def keep(pool: Any) -> Iterator[Any]:
     yield start
     for keeper in keepers:
         keeper.close()
+
+
+@pytest.fixture
+def fleet(redis_servers: Callable[[str], Any], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Servers of a kind that `redis_servers` knows, all of which end with the test."""
+    fleets: list[Any] = []
+
+    def make(kind: str = "default") -> Any:
+        fleets.append(FLEET.Fleet(redis_servers(kind).binary, tmp_path))
+        return fleets[-1]
+
+    yield make
+    for each in fleets:
+        each.close()
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[Any]:
+    """Gateways and tasks processes, all of which end with the test."""
+    services = FLEET.Services(tmp_path)
+    yield services
+    services.close()
+
+
+@pytest.fixture
+def hooks() -> Iterator[Any]:
+    """An endpoint for webhooks."""
+    with FLEET.Hooks() as hooks:
+        yield hooks

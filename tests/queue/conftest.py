@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-import redis
 
+from headrace.connect import connect_sync
 from headrace.keys import Keys
 from headrace.log import decode_entries
 from headrace.messages import Delta, End, Event
@@ -37,7 +37,7 @@ class Pool:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.redis = redis.Redis.from_url(url, socket_timeout=20)
+        self.redis = connect_sync(url, timeout_s=20, tag="smollm2")
         self.keys = Keys("smollm2")
         self._workers: list[subprocess.Popen[str]] = []
 

@@ -75,8 +75,8 @@ class Card:
             pipe.pexpire(key, CARD_TTL_MS)
             pipe.zadd(self._keys.workers, {self._worker_id: expires_ms})
             pipe.zremrangebyscore(self._keys.workers, "-inf", expires_ms - 10 * CARD_TTL_MS)
-            pipe.sadd(POOLS, self._keys.pool)
             await pipe.execute()
+        await self._redis.sadd(POOLS, self._keys.pool)  # type: ignore[misc]  # on a cluster, elsewhere
 
     async def remove(self) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:

@@ -1,0 +1,164 @@
+"""Several servers at once, and the processes of a deployment over them."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+
+WAIT_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(look: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+    end_s = time.monotonic() + timeout_s
+    while not (value := look()):
+        assert time.monotonic() < end_s, f"still {value!r} after {timeout_s} s"
+        time.sleep(0.01)
+    return value
+
+
+class Fleet:
+    """Servers that know each other, each in a folder of its own, where it stays over `kill` and `start`."""
+
+    def __init__(self, binary: str, folder: Path) -> None:
+        self.binary = binary
+        self.folder = folder
+        self._commands: dict[int, list[str]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def add(self, *flags: str, config: str | None = None) -> int:
+        """Starts one with these flags; the port it answers on. `config`: text that the server may rewrite."""
+        port = free_port()
+        folder = self.folder / str(port)
+        folder.mkdir()
+        command = [self.binary]
+        if config is not None:
+            (folder / "server.conf").write_text(config)
+            command.append(str(folder / "server.conf"))
+        self._commands[port] = [*command, "--port", str(port), "--dir", str(folder), "--save", "", *flags]
+        self.start(port)
+        return port
+
+    def start(self, port: int) -> None:
+        with (self.folder / f"{port}.out").open("ab") as out:
+            self._processes[port] = subprocess.Popen(self._commands[port], stdout=out, stderr=out)
+        eventually(lambda: self._answers(port), 15)
+
+    def _answers(self, port: int) -> bool:
+        try:
+            return bool(self.client(port).ping())
+        except redis.RedisError:
+            assert self._processes[port].poll() is None, (self.folder / f"{port}.out").read_text()
+            return False
+
+    def client(self, port: int) -> redis.Redis:
+        return redis.Redis(port=port, socket_timeout=10, protocol=2)
+
+    def process(self, port: int) -> subprocess.Popen[bytes]:
+        return self._processes[port]
+
+    def kill(self, port: int) -> None:
+        self._processes[port].kill()
+        self._processes[port].wait()
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+class Services:
+    """`python -m gateway` and `python -m gateway.tasks`; what they say is in files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, module: str, **settings: str) -> subprocess.Popen[bytes]:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        env |= {f"HEADRACE_{name.upper()}": value for name, value in settings.items()}
+        env |= {"HEADRACE_LOG_FORMAT": "json"}
+        with (self._folder / f"{module}.out").open("wb") as out:
+            self._running[module] = subprocess.Popen([sys.executable, "-m", module], env=env, stderr=out)
+        return self._running[module]
+
+    def gateway(self, redis_url: str, **settings: str) -> str:
+        """The address of one that is ready."""
+        port = free_port()
+        process = self.start("gateway", redis_url=redis_url, port=str(port), **settings)
+        url = f"http://127.0.0.1:{port}"
+
+        def ready() -> bool:
+            assert process.poll() is None, self.said("gateway")
+            try:
+                with urllib.request.urlopen(f"{url}/readyz", timeout=2) as answer:
+                    return bool(answer.status == 200)
+            except OSError:
+                return False
+
+        eventually(ready)
+        return url
+
+    def tasks(self, redis_url: str) -> subprocess.Popen[bytes]:
+        quick = {"webhook_backoff_s": "0.1", "webhook_timeout_s": "2"}
+        return self.start("gateway.tasks", redis_url=redis_url, webhook_networks="127.0.0.0/8", **quick)
+
+    def said(self, module: str) -> str:
+        return (self._folder / f"{module}.out").read_text()
+
+    def events(self, module: str) -> list[str]:
+        """Names of the log's lines, in order. Fails for a line that is none, such as a traceback's."""
+        return [json.loads(line)["event"] for line in self.said(module).splitlines()]
+
+    def close(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+class Hooks:
+    """Takes webhooks: `jobs` are the ids of those it was told of."""
+
+    def __enter__(self) -> Hooks:
+        jobs = self.jobs = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                jobs.append(json.loads(body)["data"]["id"])
+                self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}/hook"
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def wait_for(self, job_id: str) -> None:
+        eventually(lambda: job_id in self.jobs)
