@@ -75,6 +75,8 @@ class Keyring:
 
 async def require_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
     """Litestar guard: runs before the body is read."""
+    if (encoding := connection.headers.get("content-encoding", "identity")) != "identity":
+        raise HttpError(415, f"Bodies are taken as they are, not with Content-Encoding {encoding[:40]!r}.")
     key = await connection.app.state.keyring.authenticate(connection.headers.get("authorization"))
     connection.scope["state"][TENANT] = key.tenant if key else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,6 +39,7 @@ class StrictDTO(MsgspecDTO[S]):
 
 def decode(raw: bytes, kind: type[T]) -> T:
     """Read a JSON body as `kind`. Raises `invalid_request` with the path of the field."""
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as exc:

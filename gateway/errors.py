@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import structlog
 from litestar import Request, Response
-from litestar.exceptions import HTTPException
+from litestar.exceptions import HTTPException, InternalServerException
 from litestar.openapi.datastructures import ResponseSpec
 from redis.exceptions import RedisError
 
@@ -23,6 +23,7 @@ _CODES = {
     405: "method_not_allowed",
     410: "gone",
     413: "too_large",
+    415: "unsupported_media_type",
     503: "unavailable",
 }
 log = structlog.get_logger("headrace.gateway")
@@ -54,6 +55,7 @@ ERROR_RESPONSES = {
     )
 }
 CLIENT_CLOSED_REQUEST = 499
+_CUT_OFF = "client disconnected prematurely"  # how Litestar says that the body did not come to its end
 
 
 class HttpError(Exception):
@@ -104,8 +106,14 @@ def job_error(error: dict[str, Any] | None, status: str) -> Exception:
     return HeadraceError(code, (error or {}).get("message"), (error or {}).get("field"))
 
 
-def handle(request: Request[Any, Any, Any], exc: Exception) -> Response[ErrorBody]:
+def handle(request: Request[Any, Any, Any], exc: Exception) -> Response[ErrorBody | None]:
     """Litestar's exception handler: every failure of a request leaves through here."""
+    if isinstance(exc, InternalServerException) and exc.detail == _CUT_OFF:
+        return Response(
+            None, status_code=CLIENT_CLOSED_REQUEST, media_type="application/json"
+        )  # nobody reads it
+    if isinstance(exc, HTTPException):
+        exc = _explained(request, exc)
     status, body = describe(exc)
     request.app.state.metrics.count_error(body.error.code)
     if status >= 500 and status != 503:  # that Redis is away is told once, by the reaper
@@ -116,6 +124,21 @@ def handle(request: Request[Any, Any, Any], exc: Exception) -> Response[ErrorBod
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+def _explained(request: Request[Any, Any, Any], exc: HTTPException) -> HTTPException:
+    """Says what Litestar leaves out: which address, which method, which limit."""
+    asked = f"{request.method} {request.url.path[:200]}"
+    if exc.status_code == 404:
+        exc.detail = f"Nothing is served at {asked}; /schema/openapi.json lists what is."
+    elif exc.status_code == 405:
+        allowed = (exc.headers or {}).get("Allow", "other methods")
+        exc.detail = f"{asked} is not served; allowed: {allowed}."
+    elif exc.status_code == 413:
+        exc.detail = (
+            f"The body may have at most {request.route_handler.resolve_request_max_body_size()} bytes."
+        )
+    return exc
 
 
 def _report(request: Request[Any, Any, Any], exc: Exception, status: int) -> None:

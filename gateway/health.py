@@ -6,12 +6,13 @@ import asyncio
 from typing import Any
 
 import msgspec
-from litestar import Response, get
+from litestar import HttpMethod, Response, get, route
 from redis.exceptions import RedisError
 
 from gateway.core import Gateway, GatewayHere
 
 PROBE_TIMEOUT_S = 1.0
+PROBE = [HttpMethod.GET, HttpMethod.HEAD]
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -32,12 +33,12 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     pools: dict[str, PoolHealth] = {}
 
 
-@get("/healthz", tags=["Operation"], summary="The process is alive")
+@route("/healthz", http_method=PROBE, tags=["Operation"], summary="The process is alive")
 async def healthz() -> Health:
     return Health()
 
 
-@get("/readyz", tags=["Operation"], summary="Requests can be taken in")
+@route("/readyz", http_method=PROBE, tags=["Operation"], summary="Requests can be taken in")
 async def readyz(gateway: GatewayHere) -> Response[Readiness]:
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -62,15 +62,14 @@ async def get_job(
     request: Request[Any, Any, Any],
     gateway: GatewayHere,
     pool: PoolName = None,
-    wait_s: Annotated[
-        float,
-        QueryParameter(name="wait", ge=0, le=MAX_WAIT_S, description="Wait so long for its end, s."),
+    wait: Annotated[
+        float, QueryParameter(ge=0, le=MAX_WAIT_S, description="Wait so long for its end, s.")
     ] = 0.0,
 ) -> Response[JobState]:
     found = await find_job(gateway, request, job_id, pool)
-    if wait_s > 0 and found.fields["status"] not in ENDED:
+    if wait > 0 and found.fields["status"] not in ENDED:
         try:
-            await unless_client_leaves(request.receive, _until_ended(gateway, found, wait_s))
+            await unless_client_leaves(request.receive, _until_ended(gateway, found, wait))
         except ClientLeftError:
             return Response(job_state(found.ref, found.fields), status_code=CLIENT_CLOSED_REQUEST)
         found = await find_job(gateway, request, job_id, found.ref.pool)
@@ -111,6 +110,7 @@ async def get_events(
     last_event_id: Annotated[str | None, HeaderParameter(name="Last-Event-ID")] = None,
 ) -> Response[Any]:
     """Each event's SSE `id` is its `seq`. A reader that reconnects after the last event is told 204: stop."""
+    last_event_id = last_event_id or None  # some readers send it empty before their first event
     after_seq = (
         _seq(last_event_id, "Last-Event-ID") if last_event_id is not None else _seq(after or "0", "after")
     )
@@ -163,7 +163,9 @@ async def _until_ended(gateway: Gateway, found: Found, wait_s: float) -> None:
 
 async def find_job(gateway: Gateway, request: Request[Any, Any, Any], job_id: str, pool: str | None) -> Found:
     if not valid_job_id(job_id) or (pool is not None and not valid_pool(pool)):
-        raise HeadraceError("invalid_request", field="job_id" if pool is None else "pool")
+        field = "pool" if valid_job_id(job_id) else "job_id"
+        limits = "1 to 64 of A-Z a-z 0-9 . _ -" if field == "pool" else "1 to 128 of A-Z a-z 0-9 . _ : -"
+        raise HeadraceError("invalid_request", f"{field} must be {limits}.", field)
     found = await gateway.pulse.guard(gateway.store.find(job_id, pool))
     return own(request, found, not_found("No job has this id, or its time of keeping is over."))
 

@@ -11,6 +11,7 @@ import uvicorn
 from litestar.types import ASGIApp
 
 from gateway.app import create_app
+from gateway.protocol import BoundedProtocol
 from headrace.config import ConfigError, GatewaySettings, redact_url
 
 BACKLOG = 2048
@@ -52,6 +53,8 @@ def _drop_dead_clients(sock: socket.socket) -> None:
 def make_server(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
+        ws="none",
         lifespan="on",
         log_config=None,
         log_level="warning",

@@ -93,6 +93,11 @@ async def test_after_the_last_event_a_reader_that_reconnects_is_told_to_stop(htt
     assert await events_of(http, job_id, params={"after": last.id}) == []
 
 
+async def test_an_empty_last_event_id_is_none(http: httpx.AsyncClient, worker: Any) -> None:
+    job_id = await submit(http)
+    assert len(await events_of(http, job_id, headers={"Last-Event-ID": ""})) == 5
+
+
 async def test_three_readers_at_once(http: httpx.AsyncClient, worker: Any) -> None:
     worker.step_s = 0.005
     job_id = await submit(http, max_tokens=20)
