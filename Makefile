@@ -22,7 +22,7 @@ UP_FLAGS = $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port "$(PORT)") \
 	$(if $(DEVICE),--device "$(DEVICE)")
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check format bench bench-peers bench-scale exact clean install model
+.PHONY: help up test check format bench bench-peers bench-scale exact chaos clean install model
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -20,7 +20,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from benchmarks.chaos import POOL, Fleet, Server
+from benchmarks.processes import POOL, Fleet, Server
 from headrace.client import Client
 from headrace.connect import connect
 from headrace.keys import Keys

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.chaos import POOL, Fleet, Server
+from benchmarks.processes import POOL, Fleet, Server
 from headrace.chaos import percentile
 from headrace.client import Client, JobState
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.chaos import Server
+from benchmarks.processes import Server
 from headrace.connect import connect
 from headrace.keys import Keys
 from headrace.messages import Delta

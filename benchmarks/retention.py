@@ -21,7 +21,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from benchmarks.chaos import Server
+from benchmarks.processes import Server
 from headrace.connect import connect
 from headrace.keys import Keys
 from headrace.messages import Choice, Delta, End, Event, Finish, Result, Usage

@@ -83,8 +83,8 @@ class Gateway:
         try:
             return await self.pulse.guard(self.store.submit(job))
         except (RedisError, OSError):
-            # The reply is lost, the job perhaps not: nobody knows its id, so it must not run.
-            if job.idem_key is None:
+            # The reply is lost, the job perhaps not. Where nobody knows its id, it must not run.
+            if job.idem_key is None and not job.id_known:
                 self._spawn(self._cancel_unknown(job.ref))
             raise
 

@@ -57,6 +57,7 @@ class NewJob:
     tenant: str = "default"
     idem_key: str | None = None
     body_hash: str = ""
+    id_known: bool = False  # its producer chose the id, and may ask for it again
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,14 @@ async def plan_job(
     pool = await gateway.route(data.pool or data.model or (data.body or {}).get("model"))
     job_id = data.id or new_id("job_")
     return new_job(
-        request, data, JobRef(pool.name, job_id), prompt, params, idem_key=idem_key, body_hash=body_hash
+        request,
+        data,
+        JobRef(pool.name, job_id),
+        prompt,
+        params,
+        idem_key=idem_key,
+        body_hash=body_hash,
+        id_known=data.id is not None,
     )
 
 

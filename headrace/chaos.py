@@ -10,14 +10,14 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from redis.exceptions import RedisError
 
-from headrace.client import Client
+from headrace.client import JobState
 from headrace.errors import HeadraceError
 from headrace.messages import Delta, End, Event, Finish
 
@@ -103,11 +103,24 @@ class Heard:
         return sum(len(event.ids) for event in self.events if isinstance(event, Delta))
 
 
-class Crowd:
-    """Submits requests, follows each job from the start, and judges what was heard."""
+class Producer(Protocol):
+    """What the crowd needs of a client. Raises RedisError or OSError where the call may be made again."""
 
-    def __init__(self, client: Client, *, at_once: int, may_lose: bool = False) -> None:
-        self._client = client
+    async def submit(self, *, job_id: str, **fields: Any) -> str: ...
+
+    async def poll(self, job_id: str) -> JobState | None: ...
+
+    def follow(self, job_id: str) -> AsyncGenerator[Event, None]: ...
+
+
+class Crowd:
+    """Submits requests, follows each job from the start, and judges what was heard.
+
+    The `producers` take the requests in turn.
+    """
+
+    def __init__(self, *producers: Producer, at_once: int, may_lose: bool = False) -> None:
+        self._producers = producers
         self._at_once = asyncio.Semaphore(at_once)
         self._may_lose = may_lose
         self.heard: list[Heard] = []
@@ -142,8 +155,10 @@ class Crowd:
         self.heard.append(heard)
 
     async def _listen(self, heard: Heard) -> None:
-        last_s = await self._submit(heard)
-        async with aclosing(self._client.follow(heard.job_id)) as events:
+        producer = self._producers[heard.request.number % len(self._producers)]
+        await _patiently(lambda: producer.submit(job_id=heard.job_id, **heard.request.fields))
+        last_s = time.monotonic()
+        async with aclosing(producer.follow(heard.job_id)) as events:
             while True:
                 async with asyncio.timeout(PATIENCE_S):
                     event = await anext(events, None)
@@ -154,14 +169,10 @@ class Crowd:
                     heard.gaps_s.append(now_s - last_s)
                 last_s = now_s
                 heard.events.append(event)
-        state = await _patiently(lambda: self._client.poll(heard.job_id))
+        state = await _patiently(lambda: producer.poll(heard.job_id))
         heard.attempt = state.attempt if state else 0
         if state is None or not state.ended or state.seq != heard.events[-1].seq:
             heard.fault = f"state {state and (state.status, state.seq)} after the end"
-
-    async def _submit(self, heard: Heard) -> float:
-        await _patiently(lambda: self._client.submit(job_id=heard.job_id, **heard.request.fields))
-        return time.monotonic()
 
     def _judge(self, heard: Heard) -> str:
         said, expected = spoken(heard.events), heard.request.expected

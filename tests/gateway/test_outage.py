@@ -64,6 +64,32 @@ async def test_a_frozen_redis(redis_server: Any, http: Any, db: Any, kit: Any, k
     assert (await http.post("/v1/jobs", json={"prompt": "x"})).status_code == 202
 
 
+@pytest.mark.parametrize("asked", [{}, {"id": "mine"}])
+async def test_a_lost_reply(
+    gateway: Any, http: Any, worker: Any, db: Any, kit: Any, monkeypatch: Any, asked: dict[str, str]
+) -> None:
+    """A job whose id nobody knows must not run; one whose id is its producer's own may be sent again."""
+    store = gateway.app.state.gateway.store
+    submit, lost = store.submit, []
+
+    async def submit_and_lose(job: Any) -> Any:
+        lost.append(await submit(job))
+        raise ConnectionError("the reply is lost")
+
+    worker.gate.clear()
+    monkeypatch.setattr(store, "submit", submit_and_lose)
+    await assert_refused_at_once(http, "/v1/jobs", {"prompt": "x", **asked})
+    monkeypatch.undo()
+    key = kit.Keys("smollm2").job(lost[0].id)
+    if not asked:
+        await kit.eventually(lambda: db.hget(key, "cancel"))
+        return
+    assert (await http.post("/v1/jobs", json={"prompt": "x", **asked})).status_code == 202
+    await asyncio.sleep(0.3)  # an id that nobody knows has been cancelled by then
+    worker.gate.set()
+    assert (await http.get("/v1/jobs/mine", params={"wait": 20})).json()["status"] == "done"
+
+
 async def test_a_stream_lives_through_a_restart(redis_server: Any, gateway: Any, http: Any, kit: Any) -> None:
     answer = await http.post("/v1/jobs", json={"prompt": "x", "ttl_ms": 4000})
     url = f"/v1/jobs/{answer.json()['id']}/events"
