@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from litestar import Litestar, Router
+from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.middleware import DefineMiddleware
@@ -36,6 +37,10 @@ from headrace.follow import Follower
 from headrace.tracing import start_tracing
 
 REDIS_TIMEOUT_S = 5.0  # the pulse notices much sooner that nothing answers
+_LIMITS = [
+    f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
+]
+EXPOSED = ("Location", "Retry-After", "x-headrace-jobs", *_LIMITS)
 MAX_CONNECTIONS = 16  # shared by requests and followers, whatever their number
 
 
@@ -74,6 +79,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
         lifespan=[partial(_lifespan, settings, metrics)],
         middleware=[DefineMiddleware(CountRequests, metrics=metrics), tracer, TellLimits],
         openapi_config=_openapi(),
+        cors_config=_cors(settings.cors_origins),
         request_max_body_size=settings.max_body_bytes,
         logging_config=None,
     )
@@ -119,6 +125,11 @@ async def _lifespan(settings: GatewaySettings, metrics: Metrics, app: Litestar) 
 def _gateway(state: State) -> Gateway:
     gateway: Gateway = state.gateway
     return gateway
+
+
+def _cors(origins: tuple[str, ...]) -> CORSConfig | None:
+    """Keys travel in a header, never in cookies, so a page has what its script was given and no more."""
+    return CORSConfig(allow_origins=list(origins), expose_headers=list(EXPOSED)) if origins else None
 
 
 def _openapi() -> OpenAPIConfig:

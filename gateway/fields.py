@@ -21,14 +21,16 @@ class Sampling(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Treated(Sampling, kw_only=True, omit_defaults=True):
-    """And by which model, for whom, how urgently, and when the job is dropped."""
+    """And by which model, for whom, how urgently, when the job is dropped, and who is told of its end."""
 
     model: str | None = None
     stop: str | list[str] | None = None
     job_class: str | None = msgspec.field(default=None, name="class")
     tenant: str | None = None
     ttl_ms: int | None = None
+    strict_deadline: bool | None = None
     on_disconnect: str | None = None
+    webhook: str | None = None
 
 
 class Generation(Treated, kw_only=True, omit_defaults=True):

@@ -31,8 +31,6 @@ class JobRequest(Generation, kw_only=True, omit_defaults=True):
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    strict_deadline: bool | None = None
-    webhook: str | None = None
     traceparent: str | None = None
     meta: Any = None
 

@@ -21,6 +21,7 @@ from headrace.redis_url import parse_redis_url
 
 PREFIX = "HEADRACE_"
 IGNORED_PREFIX = "HEADRACE_TEST_"
+_ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|URL")
@@ -197,6 +198,12 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
         bool,
         Meta(description="Serve nobody without a key, also while none has been made yet."),
     ] = False
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Web pages whose scripts may ask, by origin (https://a.example), with commas; *: all."
+        ),
+    ] = ()
     heartbeat_s: Annotated[
         float, Meta(gt=0, description="A comment is sent into a stream that was silent for this long, s.")
     ] = 10.0
@@ -215,6 +222,9 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(_bad("cors_origins", origin, "an origin like https://app.example, or *"))
         guarded = self.api_keys or self.require_key
         if not (guarded or self.allow_anonymous or _is_loopback(self.host)):
             way_out = (

@@ -158,6 +158,11 @@ class EventWriter:
         (chunk,) = self._write("error", code=code, message=message, param=param)
         return chunk
 
+    @property
+    def overtaken(self) -> int | None:
+        """The last event's number, if the reader claims to have one behind it."""
+        return self._number - 1 if self._after >= self._number else None
+
     def _run(self) -> Iterable[bytes]:
         if not self._running:
             self._running = True

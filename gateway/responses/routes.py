@@ -220,6 +220,8 @@ async def _chunks(
                     _note(events, timing)
                     for chunk in gathered(chunk for event in events for chunk in writer.event(event)):
                         yield chunk
+            if (last := writer.overtaken) is not None:
+                yield writer.error("invalid_request", f"The last event is {last}.", "starting_after")
             if record.body.store:
                 with suppress(RedisError, OSError):  # the tasks process, or a look-up, keeps it too
                     await _records(gateway).refreshed(record)

@@ -31,7 +31,6 @@ class ResponseRequest(Treated, kw_only=True, omit_defaults=True):
     user: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    webhook: str | None = None
 
 
 class ResponseDTO(StrictDTO[ResponseRequest]):

@@ -52,6 +52,28 @@ async def test_probes_may_ask_for_the_head_alone(http: httpx.AsyncClient, path: 
     assert (answer.status_code, answer.content) == (200, b"")
 
 
+async def test_scripts_of_other_pages_may_not_ask_unless_told_so(start_gateway: Any, worker: Any) -> None:
+    page = {"Origin": "https://app.example"}
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,x-stainless-os",
+    }
+    allowed = "access-control-allow-origin"
+    for origins, admitted in (((), False), (("https://app.example",), True), (("https://b.example",), False)):
+        gateway = await start_gateway(cors_origins=origins)
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20, headers=page) as client:
+            preflight = await client.options(CHAT, headers=asked)
+            assert (preflight.headers.get(allowed) == page["Origin"]) == admitted
+            if admitted:
+                assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+                assert "x-stainless-os" in preflight.headers["access-control-allow-headers"].lower()
+            streamed = await client.post(CHAT, json={**json.loads(ASK), "stream": True})
+            refused = await client.post(CHAT, json={})
+            for answer in (streamed, refused):
+                assert (answer.headers.get(allowed) == page["Origin"]) == admitted
+            assert streamed.text.endswith("data: [DONE]\n\n")
+
+
 async def test_a_compressed_body_is_refused(http: httpx.AsyncClient) -> None:
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     answer = await http.post(CHAT, content=gzip.compress(ASK), headers=headers)

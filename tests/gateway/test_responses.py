@@ -118,6 +118,16 @@ async def test_background_is_answered_at_once_and_resumed_anywhere(
         assert (await elsewhere.get(path)).json()["status"] == "incomplete"
 
 
+async def test_a_place_behind_the_last_event(http: httpx.AsyncClient, worker: Any) -> None:
+    response_id = (await http.post("/v1/responses", json=body())).json()["id"]
+    path = f"/v1/responses/{response_id}"
+    last = (await stream(http, "GET", path, params={"stream": True}))[-1]["sequence_number"]
+    assert await stream(http, "GET", path, params={"stream": True, "starting_after": last}) == []
+    (told,) = await stream(http, "GET", path, params={"stream": True, "starting_after": last + 1})
+    assert (told["type"], told["code"], told["param"]) == ("error", "invalid_request", "starting_after")
+    assert str(last) in told["message"]
+
+
 async def test_cancel_keeps_what_was_said(http: httpx.AsyncClient, worker: Any, kit: Any) -> None:
     worker.step_s = 0.05
     created = (await http.post("/v1/responses", json=body(background=True, max_output_tokens=999))).json()

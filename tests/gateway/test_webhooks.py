@@ -37,6 +37,27 @@ async def test_list_look_up_and_replay(http: httpx.AsyncClient, db: Any, worker:
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 
 
+@pytest.mark.parametrize(
+    ("path", "ask"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1}),
+    ],
+)
+async def test_every_endpoint_takes_one(
+    http: httpx.AsyncClient, db: Any, worker: Any, path: str, ask: dict[str, Any]
+) -> None:
+    answer = await http.post(path, json={**ask, "webhook": "http://example.com/hook"})
+    assert answer.status_code == 200, answer.text
+    deliveries = Deliveries(db, "smollm2", retention_ms=60_000)
+    assert await deliveries.take_notes() == 1
+    (told,) = (await http.get("/v1/webhooks/deliveries")).json()["data"]
+    assert told["job"] == answer.headers["x-headrace-jobs"]
+    refused = await http.post(path, json={**ask, "webhook": "example.com"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "webhook")
+
+
 async def test_tenants_see_their_own(start_gateway: Any, db: Any, worker: Any, kit: Any) -> None:
     gateway = await start_gateway(api_keys=("a:key-a", "b:key-b"))
     keys = {name: {"Authorization": f"Bearer key-{name}"} for name in "ab"}
