@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from redis.asyncio import ConnectionPool, Redis
@@ -116,12 +117,10 @@ class ClusterRedis(Redis):
                 self._slots.move(slot, (moved.host or address[0], moved.port))
                 trouble = moved
             except (AskError, TryAgainError) as moving:
-                try:
-                    if isinstance(moving, AskError) and ask is not None:
-                        return await ask(self.node((moving.host or address[0], moving.port)))
-                except (MovedError, TryAgainError) as again:
-                    moving = again
                 trouble = moving
+                if isinstance(moving, AskError) and ask is not None:
+                    with suppress(MovedError, TryAgainError):
+                        return await ask(self.node((moving.host or address[0], moving.port)))
                 await asyncio.sleep(TRY_AGAIN_S)
             except ClusterDownError as down:
                 trouble = down
@@ -202,16 +201,16 @@ class ClusterPipeline(Pipeline):
         return found
 
     async def _transaction(self, stack: list[Command], raise_on_error: bool) -> list[Any]:
-        keys = [key for args, _ in stack if (key := key_of(args)) is not None]
-        if not keys:
-            raise RedisError("a transaction without a key has no node")
+        slots = {key_slot(key) for args, _ in stack if (key := key_of(args)) is not None}
+        if len(slots) != 1:
+            raise RedisError("the keys of a transaction must have one slot")
 
         def call(node: Redis) -> Coroutine[Any, Any, list[Any]]:
             pipe = node.pipeline(transaction=True)
             pipe.command_stack = [_copy(command) for command in stack]
             return pipe.execute(raise_on_error)
 
-        return await self._cluster.routed(key_slot(keys[0]), call)
+        return await self._cluster.routed(slots.pop(), call)
 
     async def _parts(self, stack: list[Command]) -> dict[Address, list[int]]:
         """The commands' numbers by node; those without a key go with others."""

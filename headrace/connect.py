@@ -8,8 +8,10 @@ from typing import Any
 import redis
 import redis.asyncio
 import redis.connection
+from redis.asyncio.cluster import ClusterParser as AsyncClusterParser
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.cluster import ClusterParser
 from redis.retry import Retry
 
 from headrace.cluster import ClusterRedis
@@ -57,6 +59,8 @@ def connect(
     if parsed.kind == "server":
         return redis.asyncio.Redis.from_pool(_pool(parsed.server_url, _BY_SCHEME, options))
     asking = _asking(parsed)
+    if parsed.kind == "cluster":
+        options["parser_class"] = AsyncClusterParser
 
     def seeking(place: Place) -> redis.asyncio.ConnectionPool:
         return _pool(parsed.server_url, _SEEKING, {**options, "place": place, "asking": asking})
@@ -86,6 +90,8 @@ def connect_sync(
     if parsed.kind != "server":
         pool.connection_class = _SYNC_SEEKING[_scheme(parsed.server_url)]
         pool.connection_kwargs.update(place=_place(parsed, tag), asking=_asking(parsed))
+    if parsed.kind == "cluster":
+        pool.connection_kwargs["parser_class"] = ClusterParser
     return redis.Redis.from_pool(pool)
 
 

@@ -21,9 +21,13 @@ WAIT_S = 20.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that has another for a cluster's bus, 10,000 above it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port < 55_000:
+            return port
 
 
 def eventually(look: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:

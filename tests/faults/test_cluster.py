@@ -1,0 +1,304 @@
+"""Pools on a Redis Cluster: each in a slot of its own, which moves, and whose node fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+import redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from headrace.client import Client
+from headrace.cluster import ClusterRedis
+from headrace.connect import connect, connect_sync
+from headrace.keys import ARQ_TAG, POOLS, Keys
+from headrace.places import NUM_SLOTS, key_slot
+from headrace.tenants import Policy, TenantStore
+
+pytestmark = [pytest.mark.redis, pytest.mark.e2e, pytest.mark.timeout(120)]
+
+OTHER = "second"  # a pool whose slot is on another node than that of `smollm2`
+TOKENS = 100
+
+
+class Cluster:
+    """Three masters, and a replica of the one that has the pool `smollm2` if asked for."""
+
+    def __init__(self, fleet: Any, tools: Any) -> None:
+        self.fleet, self.tools = fleet, tools
+        flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2500", "--appendonly", "no")
+        self.flags = (*flags, "--repl-diskless-sync-delay", "0", "--cluster-replica-validity-factor", "0")
+        self.ports = [fleet.add(*self.flags) for _ in range(3)]
+        bounds = [0, NUM_SLOTS // 3, 2 * NUM_SLOTS // 3, NUM_SLOTS]
+        for number, port in enumerate(self.ports):
+            node = fleet.client(port)
+            node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            node.execute_command("CLUSTER", "ADDSLOTS", *range(bounds[number], bounds[number + 1]))
+            self.meet(port)
+        self.url = f"redis+cluster://127.0.0.1:1,127.0.0.1:{self.ports[1]}"
+        tools.eventually(lambda: all(self.agrees(port) for port in self.ports), 30)
+
+    def meet(self, port: int) -> None:
+        self.fleet.client(port).execute_command("CLUSTER", "MEET", "127.0.0.1", self.ports[0])
+
+    def agrees(self, port: int) -> bool:
+        info = self.fleet.client(port).execute_command("CLUSTER", "INFO").decode()
+        return "cluster_state:ok" in info and f"cluster_known_nodes:{len(self.ports)}\r" in info
+
+    def node_id(self, port: int) -> str:
+        return self.fleet.client(port).execute_command("CLUSTER", "MYID").decode()
+
+    def owner(self, slot: int) -> int:
+        return next(
+            first[1]
+            for start, end, first, *_ in self.fleet.client(self.ports[2]).execute_command("CLUSTER", "SLOTS")
+            if start <= slot <= end
+        )
+
+    def add_replica(self, master: int) -> int:
+        port = self.fleet.add(*self.flags)
+        self.ports.append(port)
+        self.meet(port)
+        self.tools.eventually(lambda: all(self.agrees(each) for each in self.ports), 30)
+        self.fleet.client(port).execute_command("CLUSTER", "REPLICATE", self.node_id(master))
+        self.tools.eventually(
+            lambda: self.fleet.client(port).info("replication")["master_link_status"] == "up", 20
+        )
+        return port
+
+    def move(self, slot: int, halfway: threading.Event, go_on: threading.Event) -> None:
+        """Moves a slot with its keys to another node; stops for a while when half of them are there."""
+        source = self.owner(slot)
+        target = next(port for port in self.ports if port != source)
+        old, new = self.fleet.client(source), self.fleet.client(target)
+        new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", self.node_id(source))
+        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", self.node_id(target))
+        keys = old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000)
+        for key in keys[: len(keys) // 2]:
+            old.execute_command("MIGRATE", "127.0.0.1", target, key, 0, 5000)
+        halfway.set()
+        go_on.wait(10)
+        while keys := old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            old.execute_command("MIGRATE", "127.0.0.1", target, "", 0, 5000, "KEYS", *keys)
+        for node in (new, old):
+            node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", self.node_id(target))
+
+
+@pytest.fixture(scope="module")
+def running(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    tools = sys.modules["queue_tools"]
+    fleet = sys.modules["fleet"].Fleet(redis_servers("default").binary, tmp_path_factory.mktemp("cluster"))
+    try:
+        yield Cluster(fleet, tools)
+    finally:
+        fleet.close()
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Cluster:
+    """Without keys or scripts."""
+    for port in running.ports[:3]:
+        running.fleet.client(port).flushall()
+        running.fleet.client(port).script_flush()
+    return running
+
+
+@pytest.fixture
+def pool(cluster: Cluster, tools: Any) -> Iterator[Any]:
+    pool = tools.Pool(cluster.url)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[ClusterRedis]:
+    client = connect(cluster.url)
+    assert isinstance(client, ClusterRedis)
+    yield client
+    await client.aclose()
+
+
+async def follow(client: Client, job_id: str, expected: str) -> None:
+    said, last = "", 0
+    async with aclosing(client.follow(job_id)) as events:
+        async for event in events:
+            assert event.seq == last + 1
+            last = event.seq
+            said += getattr(event, "text", "")
+    assert said == expected
+
+
+async def test_commands_go_to_the_node_of_their_key(cluster: Cluster, client: ClusterRedis) -> None:
+    names = [f"{{{number}}}:x" for number in range(20)]
+    async with client.pipeline(transaction=False) as pipe:
+        for number, name in enumerate(names):
+            pipe.set(name, number)
+        pipe.time()
+        pipe.incr("{0}:x")
+        pipe.lpush("{1}:x", "no list")
+        *replies, _, counted, wrong = await pipe.execute(raise_on_error=False)
+    assert replies == [True] * 20
+    assert counted == 1
+    assert isinstance(wrong, redis.ResponseError)
+    sizes = [cluster.fleet.client(port).dbsize() for port in cluster.ports[:3]]
+    assert sum(sizes) == 20
+    assert min(sizes) > 0
+    assert [await client.get(name) for name in names[1:]] == [str(n).encode() for n in range(1, 20)]
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.set("{3}:a", 1)
+        pipe.incr("{3}:a")
+        assert await pipe.execute() == [True, 2]
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.set("{3}:a", 1)
+        pipe.set("{4}:a", 1)
+        with pytest.raises(redis.RedisError, match="one slot"):
+            await pipe.execute()
+    assert await client.get("{3}:a") == b"2"
+    with pytest.raises(redis.RedisError, match="WATCH"):
+        await client.pipeline().watch("x")
+    found = await client.scan(0, match="{7}:*", count=1000)
+    assert found == (0, [b"{7}:x"])
+    sha = await client.script_load("return KEYS[1]")
+    assert [await client.evalsha(sha, 1, name) for name in names] == [name.encode() for name in names]
+
+
+async def test_followers_on_all_nodes_are_counted(cluster: Cluster, client: ClusterRedis) -> None:
+    listening = [cluster.fleet.client(port).pubsub() for port in cluster.ports]
+    for each in listening:
+        each.subscribe("hr:{smollm2}:live:x")
+        assert each.get_message(timeout=5)["type"] == "subscribe"
+    assert await client.pubsub_numsub("hr:{smollm2}:live:x") == [(b"hr:{smollm2}:live:x", 3)]
+    await client.publish("hr:{smollm2}:live:x", "to all of them")
+    for each in listening:
+        assert each.get_message(timeout=5)["data"] == b"to all of them"
+        each.close()
+
+
+async def test_a_slot_that_moves_is_followed(cluster: Cluster, client: ClusterRedis) -> None:
+    tagged, lease = connect(cluster.url, tag="moving"), connect_sync(cluster.url, tag="moving")
+    await client.mset({"{moving}:a": 1, "{moving}:b": 2})
+    assert await tagged.get("{moving}:a") == lease.get("{moving}:a") == b"1"
+    halfway, go_on = threading.Event(), threading.Event()
+    moved = asyncio.create_task(asyncio.to_thread(cluster.move, key_slot("{moving}"), halfway, go_on))
+    await asyncio.to_thread(halfway.wait)
+    assert {await client.get("{moving}:a"), await client.get("{moving}:b")} == {b"1", b"2"}
+    async with client.pipeline(transaction=False) as pipe:
+        pipe.get("{moving}:a")
+        pipe.get("{moving}:b")
+        assert await pipe.execute() == [b"1", b"2"]
+    both = asyncio.create_task(client.mget("{moving}:a", "{moving}:b"))
+    with pytest.raises(RedisConnectionError, match="another server"):
+        await tagged.mget("{moving}:a", "{moving}:b")
+    with pytest.raises(RedisConnectionError, match="another server"):
+        lease.mget("{moving}:a", "{moving}:b")
+    go_on.set()
+    await moved
+    assert await both == [b"1", b"2"]
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.incr("{moving}:a")
+        assert await pipe.execute() == [2]
+    for _ in range(2):  # the first may learn by a refusal that the slot is elsewhere
+        try:
+            found = await tagged.get("{moving}:a"), lease.get("{moving}:a")
+        except RedisConnectionError:
+            found = None
+    assert found == (b"2", b"2")
+    await tagged.aclose()
+    lease.close()
+
+
+async def test_two_pools_a_gateway_and_its_tasks(
+    cluster: Cluster, client: ClusterRedis, pool: Any, tools: Any, services: Any, hooks: Any
+) -> None:
+    owners = {cluster.owner(key_slot(name)) for name in (pool.keys.ctl, Keys(OTHER).ctl)}
+    assert len(owners) == 2
+    assert len({key_slot(f"{{{tag}}}") for tag in ("smollm2", OTHER, "tenants", "files", ARQ_TAG)}) == 5
+    workers = [pool.start(step_ms=2), pool.start("--pool", OTHER, step_ms=2, wait=False)]
+    url = await asyncio.to_thread(services.gateway, cluster.url)
+    services.tasks(cluster.url)
+    await asyncio.to_thread(tools.eventually, lambda: pool.redis is None or both_known(url))
+    await TenantStore(client).set_policy("default", Policy(requests_per_minute=1000, weight=2.0))
+    assert await client.hget(Keys(OTHER).vtime, "w:default") == b"2.0"
+
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        for name in ("smollm2", OTHER):
+            body = {"model": name, "prompt": f"for {name}", "max_tokens": 30, "temperature": 0}
+            answer = (await http.post("/v1/completions", json=body)).json()
+            assert answer["choices"][0]["text"] == tools.answer(f"for {name}", 30)
+            told = await http.post("/v1/jobs", json={**body, "webhook": hooks.url})
+            await asyncio.to_thread(hooks.wait_for, told.json()["id"])
+        listed = (await http.get("/v1/jobs")).json()["data"]
+        assert {job["pool"] for job in listed} == {"smollm2", OTHER}
+        assert len(listed) == 4
+        assert (await batch_output(http))["a"] == tools.answer("of a batch", 5)
+    assert all(worker.poll() is None for worker in workers)
+    assert services.events("gateway") == ["listening"]
+    assert set(services.events("gateway.tasks")) == {"tasks_running", "webhook", "batch"}
+    assert await client.smembers(POOLS) == {b"smollm2", OTHER.encode()}
+
+
+def both_known(url: str) -> bool:
+    pools = httpx.get(f"{url}/readyz").json()["pools"]
+    return all(pools.get(name, {}).get("workers") for name in ("smollm2", OTHER))
+
+
+async def batch_output(http: httpx.AsyncClient) -> dict[str, str]:
+    """Texts by custom id, of a batch of one line."""
+    body = {"model": OTHER, "prompt": "of a batch", "max_tokens": 5, "temperature": 0}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    file = await http.post("/v1/files", files={"file": json.dumps(line)}, data={"purpose": "batch"})
+    order = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = (await http.post("/v1/batches", json=order)).json()
+    async with asyncio.timeout(30):
+        while batch["status"] != "completed":
+            assert batch["status"] not in ("failed", "expired", "cancelled"), batch
+            await asyncio.sleep(0.1)
+            batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+    lines = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text.splitlines()
+    return {
+        each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in map(json.loads, lines)
+    }
+
+
+@pytest.mark.parametrize("fault", ["its slot moves", "its node fails"])
+async def test_a_pool_under_load(cluster: Cluster, pool: Any, tools: Any, fault: str) -> None:
+    slot = key_slot(pool.keys.ctl)
+    if fault == "its node fails":
+        replica = await asyncio.to_thread(cluster.add_replica, cluster.owner(slot))
+    flags = ("--log-format", "json", "--log-level", "warning", "--lease-ms", "8000")
+    worker = await asyncio.to_thread(pool.start, *flags, step_ms=20)
+    async with Client(cluster.url, "smollm2") as client:
+        prompts = [f"job {number}" for number in range(6)]
+        jobs = [await client.submit(prompt, max_tokens=TOKENS, temperature=0) for prompt in prompts]
+        followers = [
+            asyncio.create_task(follow(client, job, tools.answer(prompt, TOKENS)))
+            for job, prompt in zip(jobs, prompts, strict=True)
+        ]
+        await asyncio.to_thread(pool.wait_tokens, jobs[0], 10)
+        if fault == "its slot moves":
+            halfway, go_on = threading.Event(), threading.Event()
+            moved = asyncio.create_task(asyncio.to_thread(cluster.move, slot, halfway, go_on))
+            await asyncio.to_thread(halfway.wait)
+            await asyncio.sleep(1.0)  # for a while no script can run: its keys are on two nodes
+            go_on.set()
+            await moved
+        else:
+            cluster.fleet.kill(cluster.owner(slot))
+        await asyncio.wait_for(asyncio.gather(*followers), 60)
+        if fault == "its node fails":
+            assert cluster.owner(slot) == replica
+        again = await client.submit("afterwards", max_tokens=5, temperature=0)
+        state = await client.wait(again, 20)
+        assert state.result.choices[0].text == tools.answer("afterwards", 5)
+    worker.send_signal(signal.SIGTERM)
+    _, said = await asyncio.to_thread(worker.communicate, timeout=15)
+    assert worker.returncode == 0
+    assert len(said.splitlines()) <= 8, said
