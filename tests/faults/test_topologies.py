@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import redis
+
+from headrace.connect import connect
+from headrace.tenants import Policy, TenantStore
 
 pytestmark = [pytest.mark.redis, pytest.mark.e2e, pytest.mark.timeout(90)]
 FILES = Path(__file__).parents[2] / "deploy" / "redis"
@@ -71,6 +78,110 @@ def test_each_user_can_do_its_work_and_no_more(serve, tools, free_port, redis_se
             assert not denied  # CLIENT SETINFO is a courtesy of redis-py
         finally:
             pool.close()
+
+
+REFUSED_TO_ALL = (
+    ["FLUSHALL"],
+    ["KEYS", "*"],
+    ["CONFIG", "GET", "*"],
+    ["GET", "secret"],
+    ["SHUTDOWN"],
+    ["MONITOR"],
+)
+
+
+def use_everything(url: str, key: str, hook: str) -> str:
+    """Uses each part of a gateway once. The id of a job that tells `hook` of its end."""
+    body = {"model": "smollm2", "prompt": "by ACL", "max_tokens": 4, "temperature": 0}
+    with httpx.Client(base_url=url, timeout=30, headers={"Authorization": f"Bearer {key}"}) as http:
+
+        def asked(method: str, path: str, **options: Any) -> Any:
+            answer = http.request(method, path, **options)
+            assert answer.status_code < 300, f"{path}: {answer.text}"
+            return answer
+
+        assert "data: [DONE]" in asked("POST", "/v1/completions", json={**body, "stream": True}).text
+        told = asked("POST", "/v1/jobs", json={**body, "webhook": hook}).json()["id"]
+        asked("DELETE", f"/v1/jobs/{told}")
+        for path in ("models", "jobs", f"jobs/{told}", "usage", "webhooks/secret", "webhooks/deliveries"):
+            asked("GET", f"/v1/{path}")
+        said = asked("POST", "/v1/responses", json={"model": "smollm2", "input": "x", "max_output_tokens": 3})
+        asked("DELETE", f"/v1/responses/{said.json()['id']}")
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        file = asked("POST", "/v1/files", files={"file": json.dumps(line)}, data={"purpose": "batch"}).json()
+        order = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = asked("POST", "/v1/batches", json=order).json()["id"]
+        sys.modules["fleet"].eventually(
+            lambda: asked("GET", f"/v1/batches/{batch}").json()["status"] == "completed", 30
+        )
+        asked("DELETE", f"/v1/files/{file['id']}")
+        asked("GET", "/metrics")
+    return str(told)
+
+
+@pytest.mark.parametrize(("kind", "users"), [("bundled", "users.acl"), ("default", "users-7.acl")])
+def test_users_of_a_whole_deployment(serve, tools, services, hooks, free_port, redis_servers, kind, users):
+    with redis.Redis.from_url(url_of("operator", free_port)) as operator:
+        flags = ["--port", str(free_port), "--aclfile", str(FILES / users)]
+        serve(redis_servers(kind).binary, operator, *flags)
+        pool = tools.Pool(url_of("worker", free_port))
+        producer = redis.Redis.from_url(url_of("producer", free_port))
+        try:
+            pool.start("--log-level", "warning")
+            services.tasks(url_of("tasks", free_port))
+            url = services.gateway(url_of("gateway", free_port))
+            key = asyncio.run(make_keys(url_of("gateway", free_port)))
+            hooks.wait_for(use_everything(url, key, hooks.url))
+
+            entry = producer.xadd(pool.keys.queue("low"), {"prompt": "too long", "max_tokens": 100_000})
+            job = f"low-{entry.decode()}"
+            tools.eventually(lambda: producer.xlen(pool.keys.log(job)) > 3)
+            producer.hset(pool.keys.job(job), "cancel", 1)
+            assert producer.publish(pool.keys.ctl, f"cancel {job}") == 1
+            assert pool.wait_end(job, 10)[-1].status == "cancelled"
+
+            denied = [entry for entry in operator.acl_log() if entry["object"] != "client"]
+            assert not denied  # CLIENT SETINFO is a courtesy of redis-py
+            refused(
+                free_port, "gateway", *REFUSED_TO_ALL, ["INFO"], ["DEL", "arq:x"], ["PUBLISH", "other", "x"]
+            )
+            refused(
+                free_port, "tasks", *REFUSED_TO_ALL, ["REPLICAOF", "NO", "ONE"], ["PUBLISH", "other", "x"]
+            )
+            own = pool.keys
+            mischief = [
+                ["DEL", own.job(job)],
+                ["XTRIM", own.queue("low"), "MAXLEN", "0"],
+                ["EVAL", "return 1", "0"],
+            ]
+            mischief += [["HGETALL", own.vtime], ["XADD", own.dead, "*", "a", "b"], ["PUBLISH", "other", "x"]]
+            mischief += [["SUBSCRIBE", "other"], ["SCAN", "0"], ["EXPIRE", own.job(job), "1"], ["INFO"]]
+            if users == "users-7.acl":  # before Redis 7 a key that may be read may be written too
+                mischief += [["XADD", own.log(job), "*", "type", "delta"]]
+            refused(free_port, "producer", *REFUSED_TO_ALL, *mischief)
+        finally:
+            producer.close()
+            pool.close()
+
+
+async def make_keys(redis_url: str) -> str:
+    """As `headrace keys` does; one that is valid."""
+    client = connect(redis_url)
+    store = TenantStore(client)
+    revoked, _ = await store.create_key("somebody")
+    assert await store.revoke_key(revoked)
+    _, key = await store.create_key("somebody")
+    await store.set_policy("somebody", Policy(requests_per_minute=1000, weight=2.0))
+    assert len(await store.keys()) == 2
+    await client.aclose()
+    return key
+
+
+def refused(port: int, user: str, *commands: list[str]) -> None:
+    with redis.Redis.from_url(url_of(user, port)) as client:
+        for command in commands:
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*command)
 
 
 def test_a_worker_over_tls(serve, tools, free_port, redis_server, tmp_path):
