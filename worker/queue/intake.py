@@ -177,7 +177,8 @@ class Intake:
             self._check_model(job)
             prompt_ids = await self._encoded(job, claim)
             running = await self._rebuild(job, claim, prompt_ids)
-            request = self._request(job, claim, running)
+            running.catch_up()
+            request = None if running.ended else self._request(job, claim, running)
             return Admitted(held, running, request, claimed_at_s)
         except HeadraceError as refusal:
             log.info("job_refused", job=job.id, code=refusal.code, field=refusal.field)

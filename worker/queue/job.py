@@ -57,6 +57,7 @@ class ChoiceState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
+    ended_by: str | None = None  # a stop string in the log that has no `finish` there yet
 
     @property
     def finished(self) -> bool:
@@ -102,6 +103,14 @@ class RunningJob:
     def ended(self) -> bool:
         """Whether the terminal event has been made; nothing follows it."""
         return self._final is not None
+
+    def catch_up(self) -> None:
+        """Says what the log of a job taken over lacks: ends of complete choices, and the job's own."""
+        for choice in self.choices:
+            if choice.ended_by is not None and not choice.finished:
+                self._add_finish(choice, "stop", choice.ended_by)
+        if all(c.finished for c in self.choices):
+            self._end("done", None)
 
     def absorb(self, output: Output) -> list[int]:
         """Takes one engine output. Returns the choices that a stop string has ended.

@@ -33,10 +33,16 @@ def rebuild(
         _replay(choices, event)
     for choice in choices:
         if not choice.finished:
-            for token_id in choice.ids:
-                choice.text_stream.push(token_id)
+            _go_through(choice)
     first = next((e for e in events if isinstance(e, Delta)), None)
     return Rebuilt(choices, first.cached if first else 0, first.prompt_lp if first else None)
+
+
+def _go_through(choice: ChoiceState) -> None:
+    for token_id in choice.ids:
+        piece = choice.text_stream.push(token_id)
+        if piece.finished:
+            choice.ended_by = piece.stop
 
 
 def _replay(choices: list[ChoiceState], event: Event) -> None:
