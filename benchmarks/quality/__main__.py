@@ -1,4 +1,4 @@
-"""`python -m benchmarks.quality`: what each form of weights and activations costs, beside llama.cpp's.
+"""`python -m benchmarks.quality`: what forms of weights, activations and cache cost, beside peers'.
 
 Teacher-forced on a fixed text: the model reads it in windows, and at each token of a window's second half its
 probabilities for the next one are compared with those of fp32 over the same weights.
@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks import machine
 from benchmarks.peers.install import InstallError, PeerFolder
 from benchmarks.peers.report import Grid
-from benchmarks.quality import llama, ours
+from benchmarks.quality import llama, openvino, ours
 from benchmarks.quality.base import BaseFile, Quality
 from benchmarks.quality.text import WINDOW_TOKENS, TextError, windows_of
 from headrace.config import ConfigError, WorkerSettings, default_cache_dir, fields
@@ -44,6 +44,7 @@ OURS: Mapping[str, Settings] = {
     "headrace Q4_0 file": {"gguf": "q4_0"},
     "headrace Q4_0 file, int8": {"gguf": "q4_0", "activations": "int8"},
 }
+OPENVINO_FP32 = ("KV_CACHE_PRECISION=f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE=0")
 # The file's form, and flags of the program.
 LLAMA: Mapping[str, tuple[str, Sequence[str]]] = {
     "llama.cpp F16": ("f16", ()),
@@ -52,7 +53,19 @@ LLAMA: Mapping[str, tuple[str, Sequence[str]]] = {
     "llama.cpp Q4_0": ("q4_0", ()),
     "llama.cpp Q4_1, cache in q8_0": ("q4_1", ("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0")),
 }
-PROBLEMS = (ConfigError, ModelError, InstallError, llama.LlamaError, OSError)
+# The file's form, and properties of the runtime.
+OPENVINO: Mapping[str, tuple[str, Sequence[str]]] = {
+    f"openvino {stored.upper()}{tail}": (stored, ("INFERENCE_PRECISION_HINT=f32", *more))
+    for stored, tail, more in (
+        ("f16", "", ()),
+        ("f16", ", cache in fp32", ("KV_CACHE_PRECISION=f32",)),
+        ("q8_0", "", ()),
+        ("q4_1", "", ()),
+        ("q4_1", ", activations and cache in fp32", OPENVINO_FP32),
+    )
+}
+PEERS: Mapping[str, Mapping[str, tuple[str, Sequence[str]]]] = {"llama": LLAMA, "openvino": OPENVINO}
+PROBLEMS = (ConfigError, ModelError, InstallError, llama.LlamaError, openvino.OpenVinoError, OSError)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -70,8 +83,9 @@ class Comparison:
     def ours(self, name: str, settings: Settings) -> None:
         self._measure(name, lambda: self._own_quality(name, settings))
 
-    def llama(self, name: str) -> None:
-        self._measure(name, lambda: self._llama_quality(*LLAMA[name]))
+    def peer(self, kind: str, name: str) -> None:
+        measure = {"llama": self._llama_quality, "openvino": self._openvino_quality}[kind]
+        self._measure(name, lambda: measure(*PEERS[kind][name]))
 
     def _measure(self, name: str, quality: Callable[[], Quality]) -> None:
         begin = time.perf_counter()
@@ -108,6 +122,13 @@ class Comparison:
         program, model = self._folder.llama_perplexity(), self._folder.gguf(stored)
         return llama.measure(program, model, self.base, self._threads, flags)
 
+    def _openvino_quality(self, stored: str, properties: Sequence[str]) -> Quality:
+        python, model = self._folder.openvino(), self._folder.gguf(stored)
+        log = self._folder.logs / "quality-openvino.log"
+        return self.base.compare(
+            openvino.window_logits(python, model, self.base, self._threads, properties, log)
+        )
+
 
 @app.command()
 def main(
@@ -116,7 +137,9 @@ def main(
         list[str] | None,
         typer.Option(help="One more form of ours: name=value[,name=value…]; may be repeated."),
     ] = None,
-    peer: Annotated[bool, typer.Option(help="Also llama.cpp, which is built on first use.")] = True,
+    peers: Annotated[
+        str, typer.Option(help=f"Of {', '.join(PEERS)}, installed on first use; empty: none.")
+    ] = ",".join(PEERS),
     base: Annotated[
         Path | None,
         typer.Option(help="File of the reference, taken if it is there, else made and kept (2 GB)."),
@@ -128,6 +151,9 @@ def main(
     console = Console(width=None if sys.stdout.isatty() else 120)
     folder = PeerFolder(Path(os.environ.get("HEADRACE_CACHE_DIR") or default_cache_dir()) / "peers")
     chosen = {REFERENCE: OURS[REFERENCE], **_chosen(forms), **dict(map(_extra, setting or []))}
+    kinds = [kind.strip() for kind in peers.split(",") if kind.strip()]
+    if unknown := set(kinds) - set(PEERS):
+        raise typer.BadParameter(f"--peers: {', '.join(sorted(unknown))}: choose of {', '.join(PEERS)}")
     codec = load_tokenizer(demo_model_path())
     with tempfile.TemporaryDirectory(prefix="headrace-quality-", dir=folder.root) as work:
         try:
@@ -139,8 +165,9 @@ def main(
             comparison.ours(name, settings)
             if REFERENCE in comparison.missing:
                 raise typer.Exit(1)
-        for name in LLAMA if peer else ():
-            comparison.llama(name)
+        for kind in kinds:
+            for name in PEERS[kind]:
+                comparison.peer(kind, name)
     grid = _grid(comparison)
     console.print(grid.rich())
     console.print(f"written: {_write(comparison, grid, chosen)} and .md")
