@@ -86,7 +86,7 @@ def gateway(
     streams: Annotated[list[int] | None, typer.Option(help="Open at a time; may be repeated.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long each number is held, s.")] = 10.0,
 ) -> None:
-    """What one gateway process carries: streams, tokens, latency, CPU and memory."""
+    """What one gateway process carries: streams, tokens, latency, CPU and memory, and what peers pay."""
     gateway_figures.measure(_console(), RESULTS, streams=streams or [100, 250, 500, 1000], seconds=seconds)
 
 

@@ -1,49 +1,46 @@
 """What one gateway process carries: streams, tokens, added latency, CPU a token, memory a stream.
 
-A publisher process plays the worker through the real scripts; every token's text is the time at which it was
-published, so a reader can tell how long the token was under way.
+A process plays the workers through the real scripts and another is all the readers (`gateway_sides.py`).
+Beside it: a bare subscriber to the same messages, and llama.cpp's server delivering its own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.figures import percentile
+from benchmarks.gateway_peer import Delivery, deliver_with_llama
+from benchmarks.gateway_sides import POOL, TOKENS_PER_S, WARM_UP_S, Side, make_pool
 from benchmarks.serving import own_redis
-from headrace.connect import connect
-from headrace.keys import POOLS, Keys
-from headrace.messages import Delta, End, Usage
-from headrace.script_types import Claimed, EmitItem, Entry, Final
-from headrace.scripts import Scripts
 
-POOL = "bench"
-TOKENS_PER_S = 20.0
 LIMIT_MS = 20.0  # of the p99 of added latency
-SAMPLED = 10  # of so many streams one is timed, lest the reader be what is measured
-WARM_UP_S = 2.0
-_STAMP = re.compile(rb'"content":"(\d+) "')
-_PUBLISHED = re.compile(rb'"text":"(\d+) "')
-_TOKEN = b'"content":"'
+IDLE_S = 5.0
+BODY = {
+    "messages": [{"role": "user", "content": "x"}],
+    "stream": True,
+    "max_tokens": 10**6,
+    "on_disconnect": "continue",  # the bare subscriber hears what the same jobs say then
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One number of streams, each at `TOKENS_PER_S`. Latencies are from publishing to the reader's socket."""
+    """One number of streams, each at `TOKENS_PER_S`. Latencies are from before the worker's `emit` to the
+    reader's socket, whatever is in between: the script, the channel, the gateway.
+    """
 
     streams: int
     tokens_per_s: float  # delivered
@@ -53,13 +50,25 @@ class Level:
     cpu: float  # of the gateway, in cores
     cpu_us_per_token: float
     bare_cpu_us_per_token: float
-    others_cpu: float | None  # what else ran on the machine, in cores
+    reader_cpu: float  # of the process that reads all streams, in cores: near 1 it is what is measured
+    publisher_late_p99_ms: float  # of who plays the workers: how far behind its time a step ended
+    others_cpu: float | None  # what else ran on the machine, both sides and Redis included, in cores
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Streams of jobs that wait."""
+
+    streams: int
+    kib_per_stream: float
+    cpu: float  # of the gateway, in cores
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
     levels: list[Level]
-    kib_per_idle_stream: float
+    idle: Idle
+    llama: Delivery | str  # or why there is none
 
     @property
     def sustained(self) -> Level | None:
@@ -67,22 +76,26 @@ class Carried:
         good = [
             level
             for level in self.levels
-            if level.latency_p99_ms - level.bare_p99_ms <= LIMIT_MS
-            and level.tokens_per_s > 0.97 * level.streams * TOKENS_PER_S
+            if level.latency_p99_ms <= LIMIT_MS and level.tokens_per_s > 0.97 * level.streams * TOKENS_PER_S
         ]
         return max(good, key=lambda level: level.streams, default=None)
 
 
 def measure(console: Console, results: Path, *, streams: list[int], seconds: float) -> Carried:
-    """Runs every level, prints and writes them."""
+    """Runs every level, prints and writes them. Raises LoadError when a side fails."""
     results.mkdir(parents=True, exist_ok=True)
     with own_redis() as server:
+        uvloop.run(make_pool(server.url))
         with _gateway(server.url) as (url, pid):
-            idle_kib = asyncio.run(_idle_memory(url, pid, max(streams)))
-        with _gateway(server.url) as (url, pid):
-            levels = [asyncio.run(_level(server.url, url, pid, count, seconds)) for count in streams]
-    carried = Carried(levels, idle_kib)
-    _print(console, carried)
+            idle = _idle(url, pid, max(streams))
+    levels = []
+    for count in streams:
+        with own_redis() as server:
+            uvloop.run(make_pool(server.url))
+            with _gateway(server.url) as (url, pid):
+                levels.append(_level(server.url, url, pid, count, seconds))
+    carried = Carried(levels, idle, deliver_with_llama(results, seconds))
+    show(console, carried)
     path = results / f"gateway-{time.strftime('%Y%m%d-%H%M%S')}.json"
     raw = {"machine": machine.describe(), **asdict(carried)}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(raw)))
@@ -103,123 +116,57 @@ def _gateway(redis_url: str) -> Iterator[tuple[str, int]]:
         process.wait(20)
 
 
-async def _level(redis_url: str, url: str, pid: int, streams: int, seconds: float) -> Level:
-    helpers = [
-        _helper("publish", redis_url, streams, seconds),
-        _helper("subscribe", redis_url, streams, seconds),
-    ]
-    readers = await _readers(url, streams)
-    try:
-        await asyncio.sleep(WARM_UP_S)
-        before = _Moment.now(pid, helpers[1].pid, readers)
-        await asyncio.sleep(seconds)
-        after = _Moment.now(pid, helpers[1].pid, readers)
-        latencies = sorted(x for reader in readers for x in reader.latencies_ms)
-        bare = json.loads((await asyncio.to_thread(helpers[1].communicate, timeout=60))[0])
-    finally:
-        for reader in readers:
-            reader.close()
-        for helper in helpers:
-            helper.kill()
-            helper.wait()
-    return _compare(streams, before, after, latencies, bare["p99_ms"])
+def _level(redis_url: str, url: str, pid: int, streams: int, seconds: float) -> Level:
+    with ExitStack() as sides:
+        publisher = sides.enter_context(Side("publish", redis_url, streams))
+        with Side("read", url, streams, seconds, BODY) as reader:
+            reader.line()
+            before = machine.read_cpu({pid})
+            cpu_s = machine.process_cpu_s(pid)
+            read = reader.found()
+            cpu_s = machine.process_cpu_s(pid) - cpu_s
+            use = machine.cpu_use(before, machine.read_cpu({pid}))
+        time.sleep(WARM_UP_S)  # the gateway gives its streams up
+        bare = sides.enter_context(Side("subscribe", redis_url, streams, seconds)).found()
+        published = publisher.stop()
+    return level_of(streams, read, cpu_s, bare, published, use.others if use else None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    at_s: float
-    gateway_cpu_s: float
-    bare_cpu_s: float
-    tokens: int
-    machine: machine.CpuReading | None
-
-    @classmethod
-    def now(cls, gateway_pid: int, bare_pid: int, readers: list[_Reader]) -> _Moment:
-        return cls(
-            time.perf_counter(),
-            machine.process_cpu_s(gateway_pid),
-            machine.process_cpu_s(bare_pid),
-            sum(reader.tokens for reader in readers),
-            machine.read_cpu({gateway_pid}),
-        )
-
-
-def _compare(
-    streams: int, before: _Moment, after: _Moment, latencies_ms: list[float], bare_p99_ms: float
+def level_of(
+    streams: int,
+    read: dict[str, float],
+    cpu_s: float,
+    bare: dict[str, float],
+    published: dict[str, float],
+    others: float | None,
 ) -> Level:
-    wall_s, tokens = after.at_s - before.at_s, max(after.tokens - before.tokens, 1)
-    cpu_s, bare_s = after.gateway_cpu_s - before.gateway_cpu_s, after.bare_cpu_s - before.bare_cpu_s
-    use = machine.cpu_use(before.machine, after.machine)
     return Level(
         streams,
-        tokens / wall_s,
-        percentile(latencies_ms, 50),
-        percentile(latencies_ms, 99),
-        bare_p99_ms,
-        cpu_s / wall_s,
-        cpu_s / tokens * 1e6,
-        bare_s / tokens * 1e6,
-        use.others if use else None,
+        read["tokens"] / read["wall_s"],
+        read["p50_ms"],
+        read["p99_ms"],
+        bare["p99_ms"],
+        cpu_s / read["wall_s"],
+        cpu_s / max(read["tokens"], 1) * 1e6,
+        bare["cpu_us_per_token"],
+        read["reader_cpu"],
+        published["late_p99_ms"],
+        others,
     )
 
 
-class _Reader(asyncio.Protocol):
-    """One client's stream. Only a sampled one looks at what it gets."""
-
-    def __init__(self, host: str, sampled: bool) -> None:
-        self._host = host
-        self._sampled = sampled
-        self._transport: asyncio.Transport | None = None
-        self.tokens = 0
-        self.latencies_ms: list[float] = []
-        self.open = asyncio.Event()
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        body = json.dumps(
-            {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 10**6}
-        )
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        transport.write((head + body).encode())
-
-    def data_received(self, data: bytes) -> None:
-        self.open.set()
-        self.tokens += data.count(_TOKEN)
-        if self._sampled:
-            now_ns = time.monotonic_ns()
-            self.latencies_ms += [(now_ns - int(stamp)) / 1e6 for stamp in _STAMP.findall(data)]
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-
-async def _readers(url: str, count: int) -> list[_Reader]:
-    host, port = url.removeprefix("http://").split(":")
-    readers = [_Reader(host, number % SAMPLED == 0) for number in range(count)]
-    loop = asyncio.get_running_loop()
-    for reader in readers:
-        await loop.create_connection(lambda reader=reader: reader, host, int(port))  # type: ignore[misc]
-    async with asyncio.timeout(120):
-        for reader in readers:
-            await reader.open.wait()
-    return readers
-
-
-async def _idle_memory(url: str, pid: int, count: int) -> float:
-    """KiB of a fresh gateway for each stream that says nothing yet."""
-    for reader in await _readers(url, 20):  # everything it needs to have once
-        reader.close()
+def _idle(url: str, pid: int, count: int) -> Idle:
+    with Side("hold", url, 20, body=BODY) as few:  # everything it needs to have once
+        few.line()
+    time.sleep(WARM_UP_S)
     before_kib = _rss_kib(pid)
-    readers = await _readers(url, count)
-    try:
-        await asyncio.sleep(WARM_UP_S)
-        return (_rss_kib(pid) - before_kib) / count
-    finally:
-        for reader in readers:
-            reader.close()
+    with Side("hold", url, count, body=BODY) as many:
+        many.line()
+        time.sleep(WARM_UP_S)
+        after_kib, cpu_s = _rss_kib(pid), machine.process_cpu_s(pid)
+        time.sleep(IDLE_S)
+        cpu_s = machine.process_cpu_s(pid) - cpu_s
+    return Idle(count, (after_kib - before_kib) / count, cpu_s / IDLE_S)
 
 
 def _rss_kib(pid: int) -> int:
@@ -227,89 +174,10 @@ def _rss_kib(pid: int) -> int:
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
 
 
-# --- the other side, each in a process of its own
-
-
-def _helper(role: str, redis_url: str, streams: int, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.gateway", role, redis_url, str(streams), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-@dataclass(slots=True)
-class _Speaking:
-    entry: Entry
-    claimed: Claimed
-    seq: int = 0
-
-    def say(self) -> EmitItem:
-        self.seq += 1
-        delta = Delta(seq=self.seq, text=f"{time.monotonic_ns()} ", ids=[self.seq])
-        return self._item([delta], None)
-
-    def end(self) -> EmitItem:
-        usage = Usage(prompt_tokens=1, completion_tokens=self.seq, total_tokens=self.seq + 1)
-        return self._item([End(seq=self.seq + 1, status="cancelled", usage=usage)], Final("cancelled", usage))
-
-    def _item(self, events: list[Any], final: Final | None) -> EmitItem:
-        entry = self.entry
-        return EmitItem(
-            self.claimed.job_id, entry.job_class, entry.entry_id, self.claimed.epoch, events, final, 1
-        )
-
-
-@dataclass(slots=True)
-class _Publisher:
-    """Takes the jobs and says one token of each, `TOKENS_PER_S` times a second, 64 jobs a call."""
-
-    redis_url: str
-    speaking: list[_Speaking] = field(default_factory=list)
-
-    async def run(self, streams: int, seconds: float) -> None:
-        redis = connect(self.redis_url)
-        scripts, keys = Scripts(redis, Keys(POOL)), Keys(POOL)
-        await redis.hset(keys.worker("bench"), mapping={"model": POOL})  # type: ignore[misc]
-        await redis.zadd(keys.workers, {"bench": 4e12})
-        await redis.sadd(POOLS, POOL)  # type: ignore[misc]
-        while len(self.speaking) < streams:
-            await self._take(scripts)
-        loop = asyncio.get_running_loop()
-        next_s, end_s = loop.time(), loop.time() + seconds + 30
-        while loop.time() < end_s:
-            for at in range(0, len(self.speaking), 64):
-                await scripts.emit([job.say() for job in self.speaking[at : at + 64]])
-            next_s += 1 / TOKENS_PER_S
-            await asyncio.sleep(max(0.0, next_s - loop.time()))
-
-    async def _take(self, scripts: Scripts) -> None:
-        picked = await scripts.pick("bench", 64, budget_tokens=10**9, lease_ms=3_600_000)
-        items = [(e.job_class, e.entry_id, e.fields[b"id"].decode(), None) for e in picked.entries]
-        claims = await scripts.claim("bench", items, lease_ms=3_600_000, max_attempts=3)
-        pairs = zip(picked.entries, claims, strict=True)
-        self.speaking += [_Speaking(entry, claim) for entry, claim in pairs if claim.outcome == "run"]
-        await asyncio.sleep(0.01)
-
-
-async def _subscribe(redis_url: str, seconds: float) -> float:
-    """A bare subscriber to all live channels; the p99 of what it sees, ms."""
-    redis = connect(redis_url, blocking=True)
-    latencies_ms: list[float] = []
-    number, end_s = 0, float("inf")
-    async with redis.pubsub(ignore_subscribe_messages=True) as pubsub:
-        await pubsub.psubscribe(Keys(POOL).live("*"))
-        async for message in pubsub.listen():
-            end_s = min(end_s, time.monotonic() + WARM_UP_S + seconds)
-            number += 1
-            if number % SAMPLED == 0 and (match := _PUBLISHED.search(message["data"])):
-                latencies_ms.append((time.monotonic_ns() - int(match[1])) / 1e6)
-            if time.monotonic() > end_s:
-                break
-    return percentile(latencies_ms, 99)
-
-
-def _print(console: Console, carried: Carried) -> None:
+def show(console: Console, carried: Carried) -> None:
     table = Table(
-        "streams", "tokens/s", "p50 ms", "p99 ms", "bare p99 ms", "cores", "µs/token", "bare µs/token",
-        "others", box=None,
+        "streams", "tokens/s", "p50 ms", "p99 ms", "bare p99", "cores", "µs/token", "bare µs",
+        "reader cores", "late p99", "others", box=None,
     )  # fmt: skip
     for level in carried.levels:
         row = asdict(level)
@@ -318,15 +186,8 @@ def _print(console: Console, carried: Carried) -> None:
     best = carried.sustained
     told = f"{best.streams} streams × {TOKENS_PER_S:.0f} tokens/s" if best else "none of these levels"
     console.print(f"sustained with p99 ≤ {LIMIT_MS:.0f} ms added: {told}")
-    console.print(f"an idle stream takes {carried.kib_per_idle_stream:.1f} KiB")
-
-
-def _main(role: str, redis_url: str, streams: str, seconds: str) -> None:
-    if role == "publish":
-        asyncio.run(_Publisher(redis_url).run(int(streams), float(seconds)))
-    else:
-        print(json.dumps({"p99_ms": asyncio.run(_subscribe(redis_url, float(seconds)))}))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    idle = carried.idle
+    console.print(
+        f"{idle.streams} idle streams: {idle.kib_per_stream:.1f} KiB each, {idle.cpu:.3f} cores in all"
+    )
+    console.print(f"llama.cpp's server: {carried.llama}")

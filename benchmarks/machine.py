@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -62,6 +63,17 @@ def process_cpu_s(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def thread_cpu_s(pid: int) -> dict[int, float]:
+    """CPU seconds of each thread of a process."""
+    hz = os.sysconf("SC_CLK_TCK")
+    found = {}
+    for stat in (_PROC / str(pid) / "task").glob("*/stat"):
+        with suppress(OSError):
+            ticks = stat.read_text().rsplit(")", 1)[1].split()[11:13]
+            found[int(stat.parent.name)] = sum(map(int, ticks)) / hz
+    return found
 
 
 def cpu_use(before: CpuReading | None, after: CpuReading | None) -> CpuUse | None:

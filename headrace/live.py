@@ -56,9 +56,10 @@ class Mailbox:
         self._wake()
 
     def fell_silent(self) -> bool:
-        """Whether its reader waits and nothing has come since this was last asked."""
-        heard, self._heard = self._heard, False
-        return not heard and self._waiter is not None
+        """Whether its reader waits and nothing has come since this was last asked; then not the next time."""
+        silent = not self._heard
+        self._heard = silent
+        return silent and self._waiter is not None
 
     async def take(self) -> list[Event] | None:
         """The events that wait, at least one; None when the log must be read."""
