@@ -90,6 +90,9 @@ class Gateway:
 
     def client_left(self, refs: Sequence[JobRef], policy: OnDisconnect) -> None:
         self.metrics.left.inc()
+        self.nobody_waits(refs, policy)
+
+    def nobody_waits(self, refs: Sequence[JobRef], policy: OnDisconnect) -> None:
         if policy.grace_s is not None:
             self._spawn(self._cancel_unless_followed(refs, policy.grace_s))
 

@@ -20,7 +20,7 @@ from gateway.errors import CLIENT_CLOSED_REQUEST, ERROR_RESPONSES, describe, not
 from gateway.jobschema import JobDTO, JobRequest, JobState, job_state
 from gateway.metrics import open_stream
 from gateway.store import Found, JobRef
-from gateway.stream import ClientLeftError, EventStream, gathered, sse, unless_client_leaves
+from gateway.stream import STOPPING, ClientLeftError, EventStream, gathered, sse, unless_client_leaves
 from gateway.submitting import plan_job
 from headrace.errors import HeadraceError
 from headrace.keys import valid_job_id, valid_pool
@@ -130,6 +130,7 @@ def _event_stream(gateway: GatewayHere, ref: JobRef, after_seq: int, policy: OnD
         _chunks(gateway, ref, after_seq),
         heartbeat_s=gateway.settings.heartbeat_s,
         on_left=lambda: gateway.client_left([ref], policy),
+        on_stop=lambda: sse(msgspec.json.encode(describe(STOPPING)[1]), event="error"),
     )
 
 

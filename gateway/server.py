@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import signal
 import socket
 from types import FrameType
@@ -16,6 +18,7 @@ from headrace.config import ConfigError, GatewaySettings, redact_url
 
 BACKLOG = 2048
 STALLED_CLIENT_MS = 60_000
+LAST_WORDS_S = 3.0  # after the time for draining
 KEEP_ALIVE_IDLE_S = 20
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep theirs, so that they close first
 log = structlog.get_logger("headrace.gateway")
@@ -50,7 +53,30 @@ def _drop_dead_clients(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_IDLE_S)
 
 
-def make_server(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Server:
+class DrainingServer(uvicorn.Server):
+    """Lets what is open come to its end, for a while; what has not by then is told so and ended."""
+
+    def __init__(self, config: uvicorn.Config, drain_s: float) -> None:
+        super().__init__(config)
+        self._drain_s = drain_s
+        self._ended = 0
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.info("draining", open_requests=len(self.server_state.tasks), limit_s=self._drain_s)
+        timer = asyncio.get_running_loop().call_later(self._drain_s, self._end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+        log.info("stopped", ended_requests=self._ended)
+
+    def _end_requests(self) -> None:
+        self._ended = len(self.server_state.tasks)
+        for task in self.server_state.tasks:
+            task.cancel()
+
+
+def make_server(app: ASGIApp, settings: GatewaySettings) -> DrainingServer:
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,
@@ -61,9 +87,9 @@ def make_server(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s + LAST_WORDS_S),
     )
-    return uvicorn.Server(config)
+    return DrainingServer(config, settings.drain_timeout_s)
 
 
 def run(settings: GatewaySettings) -> int:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from litestar import Response
 from litestar.types import ASGIApp, Receive, Scope, Send
+
+from gateway.errors import HttpError
 
 T = TypeVar("T")
 OPENING = b": headrace\n\n"
@@ -26,6 +29,10 @@ _HEADERS = [
     (b"cache-control", b"no-store, no-transform"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+STOPPING = HttpError(503, "This gateway is being stopped; ask again, or go on at another.")
+GOODBYE_S = 1.0
 
 
 class ClientLeftError(Exception):
@@ -61,7 +68,7 @@ async def client_left(receive: Receive) -> None:
 
 
 async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises ClientLeftError."""
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientLeftError, `STOPPING`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(client_left(receive))
     try:
@@ -69,12 +76,16 @@ async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
         if task.done():
             return task.result()
         raise ClientLeftError
+    except asyncio.CancelledError:
+        _cancelled_by_server()
+        raise STOPPING from None
     finally:
         await _stop(gone, task)
 
 
 class EventStream(Response[bytes]):
-    """Streams `chunks`. `on_left` is called if the client leaves before their end."""
+    """Streams `chunks`. Before their end `on_left` is called if the client leaves, and `on_stop`
+    gives the last words if the gateway is stopped."""
 
     def __init__(
         self,
@@ -82,12 +93,14 @@ class EventStream(Response[bytes]):
         *,
         heartbeat_s: float,
         on_left: Callable[[], None],
+        on_stop: Callable[[], bytes],
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(b"", media_type="text/event-stream", headers=headers)
         self._chunks = chunks
         self._heartbeat_s = heartbeat_s
         self._on_left = on_left
+        self._on_stop = on_stop
         self._quiet_since_s = time.monotonic()
         self._extra = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
 
@@ -96,17 +109,23 @@ class EventStream(Response[bytes]):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(client_left(receive))
-        complete = False
+        complete = stopped = False
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS + self._extra})
             await send({"type": "http.response.body", "body": OPENING, "more_body": True})
             complete = await self._pump(send, gone)
             if complete:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:
+            _cancelled_by_server()
+            stopped = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GOODBYE_S):
+                    await send({"type": "http.response.body", "body": self._on_stop(), "more_body": False})
         finally:
             await _stop(gone)
             await self._chunks.aclose()
-            if not complete and not _being_cancelled():
+            if not complete and not stopped:
                 self._on_left()
 
     async def _pump(self, send: Send, gone: asyncio.Future[None]) -> bool:
@@ -147,6 +166,8 @@ async def _stop(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _being_cancelled() -> bool:
+def _cancelled_by_server() -> None:
+    """A request's task is cancelled when the time for draining is over, and by nothing else."""
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    if task is not None:
+        task.uncancel()

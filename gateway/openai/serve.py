@@ -18,7 +18,7 @@ from gateway.merge import merged
 from gateway.metrics import Timing, open_stream
 from gateway.openai.schema import PromptTokensDetails, UsageBody
 from gateway.store import JobRef, NewJob
-from gateway.stream import DONE, ClientLeftError, EventStream, gathered, sse, unless_client_leaves
+from gateway.stream import DONE, STOPPING, ClientLeftError, EventStream, gathered, sse, unless_client_leaves
 from headrace.messages import Delta, End, Event, Finish, Result, Usage
 
 
@@ -76,8 +76,15 @@ async def answer(
         _chunks(gateway, plan, refs, writer, timing),
         heartbeat_s=gateway.settings.heartbeat_s,
         on_left=lambda: gateway.client_left(refs, plan.on_disconnect),
+        on_stop=lambda: _stopped(gateway, plan, refs),
         headers=headers,
     )
+
+
+def _stopped(gateway: Gateway, plan: Plan, refs: Sequence[JobRef]) -> bytes:
+    """Nobody can go on with this answer."""
+    gateway.nobody_waits(refs, plan.on_disconnect)
+    return sse(msgspec.json.encode(describe(STOPPING)[1]))
 
 
 async def _chunks(

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from gateway.auth import own
 from gateway.core import Gateway, GatewayHere
-from gateway.disconnect import parse_on_disconnect
+from gateway.disconnect import OnDisconnect, parse_on_disconnect
 from gateway.errors import CLIENT_CLOSED_REQUEST, ERROR_RESPONSES, HttpError, describe, job_error, not_found
 from gateway.metrics import Timing, open_stream
 from gateway.responses.inputs import body_of, check_request, input_items, messages_of, parse_response
@@ -22,7 +22,7 @@ from gateway.responses.records import Record, Records
 from gateway.responses.render import EventWriter
 from gateway.responses.schema import Deleted, InputItems, ResponseBody, ResponseDTO, ResponseRequest
 from gateway.store import JobRef, NewJob, new_id
-from gateway.stream import ClientLeftError, EventStream, gathered, unless_client_leaves
+from gateway.stream import STOPPING, ClientLeftError, EventStream, gathered, unless_client_leaves
 from gateway.submitting import new_job
 from headrace.errors import HeadraceError
 from headrace.messages import End, Event
@@ -51,12 +51,7 @@ async def create_response(
     default = "continue" if record.body.background else "cancel"
     policy = parse_on_disconnect(data.on_disconnect, default)
     if data.stream:
-        return EventStream(
-            _chunks(gateway, record, -1, timing),
-            heartbeat_s=gateway.settings.heartbeat_s,
-            on_left=lambda: gateway.client_left([job.ref], policy),
-            headers={"x-headrace-jobs": record.id},
-        )
+        return _stream(gateway, record, -1, policy, timing)
     if record.body.background:
         return Response(record.body, media_type="application/json")
     try:
@@ -84,11 +79,7 @@ async def get_response(
     record = await _found(gateway, request, response_id)
     if not stream:
         return Response((await _refreshed(gateway, record)).body)
-    return EventStream(
-        _chunks(gateway, record, starting_after),
-        heartbeat_s=gateway.settings.heartbeat_s,
-        on_left=lambda: None,
-    )
+    return _stream(gateway, record, starting_after, OnDisconnect(None))
 
 
 @get(
@@ -201,11 +192,33 @@ async def _submit(gateway: Gateway, record: Record, job: NewJob) -> None:
         raise
 
 
+def _stream(
+    gateway: Gateway, record: Record, after: int, policy: OnDisconnect, timing: Timing | None = None
+) -> EventStream:
+    writer, refs = EventWriter(record.body, after), [JobRef(record.pool, record.id)]
+
+    def stopped() -> bytes:
+        gateway.nobody_waits(refs, policy)
+        return _told(writer, STOPPING)
+
+    return EventStream(
+        _chunks(gateway, record, writer, timing),
+        heartbeat_s=gateway.settings.heartbeat_s,
+        on_left=lambda: gateway.client_left(refs, policy),
+        on_stop=stopped,
+        headers={"x-headrace-jobs": record.id},
+    )
+
+
+def _told(writer: EventWriter, exc: Exception) -> bytes:
+    error = describe(exc)[1].error
+    return writer.error(error.code, error.message, error.param)
+
+
 async def _chunks(
-    gateway: Gateway, record: Record, after: int, timing: Timing | None = None
+    gateway: Gateway, record: Record, writer: EventWriter, timing: Timing | None
 ) -> AsyncGenerator[bytes, None]:
     """Events from the log; of a log that is gone, the answer that was kept."""
-    writer = EventWriter(record.body, after)
     ref = JobRef(record.pool, record.id)
     with open_stream(gateway.metrics):
         try:
@@ -227,8 +240,7 @@ async def _chunks(
                     await _records(gateway).refreshed(record)
         except Exception as exc:
             gateway.report(exc)
-            error = describe(exc)[1].error
-            yield writer.error(error.code, error.message, error.param)
+            yield _told(writer, exc)
 
 
 async def _until_ended(gateway: Gateway, ref: JobRef, timing: Timing | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 pytestmark = pytest.mark.redis
@@ -96,7 +98,69 @@ def test_sigterm_lets_an_open_stream_end(process: Any, redis_server: Any) -> Non
     _, logs = started.communicate(timeout=20)
     assert started.returncode == 0
     assert "a secret" not in logs
-    assert all(json.loads(line) for line in logs.splitlines())
+    said = {line["event"]: line for line in map(json.loads, logs.splitlines())}
+    assert (said["draining"]["open_requests"], said["draining"]["limit_s"]) == (1, 20.0)
+    assert said["stopped"]["ended_requests"] == 0
+
+
+ASKS = {
+    "chat": (
+        "POST",
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "stream": True},
+    ),
+    "whole": ("POST", "/v1/completions", {"prompt": "x"}),
+    "response": ("POST", "/v1/responses", {"input": "x", "stream": True}),
+    "whole response": ("POST", "/v1/responses", {"input": "x"}),
+    "events": ("GET", "/v1/jobs/mine/events", None),
+    "poll": ("GET", "/v1/jobs/mine?wait=60", None),
+}
+
+
+async def stopped_while_asked(
+    started: subprocess.Popen[str], port: int, number: signal.Signals, db: Any, kit: Any
+) -> dict[str, httpx.Response]:
+    async def all_followed() -> bool:
+        return len(await kit.channels(db)) == 5  # two look at one job
+
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+        await http.post("/v1/jobs", json={"prompt": "x", "id": "mine"})
+        asked = {
+            name: asyncio.create_task(http.request(method, path, json=body))
+            for name, (method, path, body) in ASKS.items()
+        }
+        await kit.eventually(all_followed)
+        started.send_signal(number)
+        return {name: await task for name, task in asked.items()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_what_is_still_open_when_the_time_is_over_is_told(
+    redis_url: str, db: Any, kit: Any, number: signal.Signals
+) -> None:
+    port = free_port()
+    variables = environment(redis_url=redis_url, log_format="json", drain_timeout_s="0.5", port=str(port))
+    with subprocess.Popen(COMMAND, env=variables, stderr=subprocess.PIPE, text=True) as started:  # noqa: ASYNC220
+        try:
+            wait_until_up(port)
+            answers = await stopped_while_asked(started, port, number, db, kit)
+            _, logs = await asyncio.to_thread(started.communicate, None, 20)
+        finally:
+            started.kill()
+    assert started.returncode == 0
+    for name in ("whole", "whole response", "poll"):
+        answer = answers[name]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable"), name
+        assert answer.headers["retry-after"]
+    for name, begin in (("chat", "data: {"), ("response", "event: error\n"), ("events", "event: error\n")):
+        last = answers[name].text.rstrip("\n").split("\n\n")[-1]
+        assert last.startswith(begin), (name, last)
+        assert '"code":"unavailable"' in last
+    said = [json.loads(line) for line in logs.splitlines()]
+    assert [line["event"] for line in said] == ["listening", "draining", "stopped"], logs
+    assert (said[1]["open_requests"], said[2]["ended_requests"]) == (6, 6)
+    states = [await db.hget(key, "status") for key in await db.keys("hr:{smollm2}:job:*")]
+    assert sorted(states) == [b"cancelled"] * 4 + [b"queued"]  # whoever watched the job can go on elsewhere
 
 
 def test_without_redis_it_serves_and_says_so_once() -> None:
