@@ -1,5 +1,6 @@
 import math
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from benchmarks.quality.base import BaseFile
 from benchmarks.quality.llama import LlamaError, quality_of
+from benchmarks.quality.openvino import OpenVinoError, window_logits
 from benchmarks.quality.text import TextError, windows_of
 
 VOCABULARY = 11
@@ -103,3 +105,12 @@ def test_there_is_text_enough_and_no_more() -> None:
     assert {len(window) for window in windows} == {1024}
     with pytest.raises(TextError, match="at most"):
         windows_of(Characters(), 1_000)  # type: ignore[arg-type]
+
+
+def test_a_process_of_openvino_that_dies_is_told(tmp_path: Path) -> None:
+    """Our own environment has no OpenVINO, so the driver ends at once."""
+    base = BaseFile(tmp_path / "base", WINDOWS, VOCABULARY)
+    python, model, log = Path(sys.executable), tmp_path / "model.gguf", tmp_path / "log"
+    with pytest.raises(OpenVinoError, match=str(log)):
+        list(window_logits(python, model, base, 1, [], log))
+    assert "openvino" in log.read_text()
