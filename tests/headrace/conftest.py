@@ -1,4 +1,4 @@
-"""Each test of the scripts runs on Redis 7.0 and 6.2, and no script may touch a key it does not declare."""
+"""Scripts on Redis 7.0 and 6.2, and on Valkey if there is one; none may touch a key it does not declare."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ local redis = {
 """
 
 
-@pytest.fixture(params=["default", "bundled"])
+@pytest.fixture(params=["default", "bundled", "valkey"])
 def server(request: pytest.FixtureRequest, redis_servers: Callable[[str], Any]) -> Any:
     return redis_servers(request.param)
 

@@ -208,6 +208,30 @@ async def test_an_id_from_the_far_future_does_not_stop_the_queue(pool: Any, kit:
     await pool.assert_no_entries_left()
 
 
+async def test_moving_an_id_back_takes_nothing_from_anybody(pool: Any, kit: Any) -> None:
+    running = await pool.add(prompt="runs", max_tokens=3)
+    entry, claimed = await pool.take("w1")
+    waiting = await pool.add(prompt="waits")
+    await pool.pick(0)
+    queue = pool.keys.queue("normal")
+    owners = {running: "w1", waiting: "ready"}
+    await pool.add(entry_id="18446744073709551615-18446744073709551615", prompt="far")
+    fields = await pool.redis.xrange(queue, count=2)
+    await pool.pick(0)
+    assert await pool.redis.xrange(queue, count=2) == fields
+    pending = await pool.redis.xpending_range(queue, "workers", "-", "+", 10)
+    held = {each["message_id"].decode(): each["consumer"].decode() for each in pending}
+    assert owners.items() <= held.items()
+    assert set(held.values()) == {"w1", "ready"}
+    assert len(held) == 3
+    await pool.emit(kit.item(entry, claimed, kit.ending(1)))
+    entries = await pool.pick(5)
+    claims = await pool.claim(entries)
+    assert [each.outcome for each in claims] == ["run", "run"]
+    await pool.emit(*(kit.item(e, c, kit.ending(1)) for e, c in zip(entries, claims, strict=True)))
+    await pool.assert_no_entries_left()
+
+
 async def test_times_that_producers_made_up(pool: Any) -> None:
     await pool.add(entry_id="5-1", prompt="a", ttl_ms=60_000)
     _, claimed = await pool.take()
