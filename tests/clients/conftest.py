@@ -40,8 +40,8 @@ class Stack:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self) -> None:
-        self._spawn("worker", "--model", "simulated:step_ms=1")
-        gateway = self._spawn("gateway", "--port", "0", "--log-format", "json", "--heartbeat-s", "2")
+        self.spawn("worker", "--model", "simulated:step_ms=1")
+        gateway = self.spawn("gateway", "--port", "0", "--log-format", "json", "--heartbeat-s", "2")
         assert gateway.stderr is not None
         said = ""
         for line in gateway.stderr:
@@ -53,7 +53,7 @@ class Stack:
         threading.Thread(target=gateway.stderr.read, daemon=True).start()
         self._wait_ready()
 
-    def _spawn(self, module: str, *flags: str) -> subprocess.Popen[str]:
+    def spawn(self, module: str, *flags: str) -> subprocess.Popen[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
         command = [sys.executable, "-m", module, "--redis-url", self.redis_url, *flags]
         err = subprocess.PIPE if module == "gateway" else subprocess.DEVNULL
