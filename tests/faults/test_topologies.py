@@ -14,7 +14,7 @@ import httpx
 import pytest
 import redis
 
-from headrace.connect import connect
+from headrace.connect import connect, connect_sync
 from headrace.tenants import Policy, TenantStore
 
 pytestmark = [pytest.mark.redis, pytest.mark.e2e, pytest.mark.timeout(90)]
@@ -30,14 +30,16 @@ def free_port(redis_server) -> int:
 def serve(tmp_path, tools) -> Iterator[Callable[..., None]]:
     servers: list[subprocess.Popen[bytes]] = []
 
-    def start(binary: str, client: redis.Redis, *flags: str) -> None:
-        command = [binary, "--dir", str(tmp_path), "--save", "", *flags]
+    def start(binary: str, client: redis.Redis, *flags: str, conf: Path | None = None) -> None:
+        command = [binary, *([str(conf)] if conf else []), "--dir", str(tmp_path), "--save", "", *flags]
         with (tmp_path / "redis.out").open("wb") as out:
             servers.append(subprocess.Popen(command, stdout=out, stderr=out))
 
         def answers() -> bool:
             try:
                 return bool(client.ping())
+            except redis.AuthenticationError:
+                return True
             except redis.RedisError:
                 assert servers[-1].poll() is None, (tmp_path / "redis.out").read_text()
                 return False
@@ -184,22 +186,21 @@ def refused(port: int, user: str, *commands: list[str]) -> None:
                 client.execute_command(*command)
 
 
+def over_tls(folder: Path, port: int) -> tuple[list[str], str]:
+    """Flags of a server that speaks nothing else, and the options of a URL to it."""
+    key, certificate = str(folder / "redis.key"), str(folder / "redis.crt")
+    if not Path(key).exists():
+        subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+        subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    flags = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", "--tls-replication", "yes"]
+    flags += ["--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate]
+    return flags, f"ssl_ca_certs={certificate}"
+
+
 def test_a_worker_over_tls(serve, tools, free_port, redis_server, tmp_path):
-    key, certificate = tmp_path / "redis.key", tmp_path / "redis.crt"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *files, *subject]
-    subprocess.run(command, check=True, capture_output=True)
-    url = f"rediss://localhost:{free_port}/0?ssl_ca_certs={certificate}"
-    tls = ["--port", "0", "--tls-port", str(free_port), "--tls-auth-clients", "no"]
-    tls += [
-        "--tls-cert-file",
-        str(certificate),
-        "--tls-key-file",
-        str(key),
-        "--tls-ca-cert-file",
-        str(certificate),
-    ]
+    tls, options = over_tls(tmp_path, free_port)
+    url = f"rediss://localhost:{free_port}/0?{options}"
     with redis.Redis.from_url(url) as client:
         serve(redis_server.binary, client, *tls)
         pool = tools.Pool(url)
@@ -209,3 +210,23 @@ def test_a_worker_over_tls(serve, tools, free_port, redis_server, tmp_path):
             assert tools.text_of(pool.wait_end(job, 15)) == tools.answer("in secret", 9)
         finally:
             pool.close()
+
+
+async def test_sentinels_and_their_master_over_tls(serve, free_port, redis_server, tmp_path):
+    other_port = sys.modules["fleet"].free_port()
+    tls, options = over_tls(tmp_path, free_port)
+    with redis.Redis.from_url(f"rediss://127.0.0.1:{free_port}/0?{options}") as master:
+        serve(redis_server.binary, master, *tls, "--requirepass", "of-the-master")
+    conf = tmp_path / "sentinel.conf"
+    conf.write_text(f"sentinel monitor m 127.0.0.1 {free_port} 1\nsentinel auth-pass m of-the-master\n")
+    tls, _ = over_tls(tmp_path, other_port)
+    with redis.Redis.from_url(f"rediss://127.0.0.1:{other_port}/0?{options}") as sentinel:
+        serve(
+            redis_server.binary, sentinel, "--sentinel", *tls, "--requirepass", "of-the-sentinel", conf=conf
+        )
+    secrets = f"sentinel_password=of-the-sentinel&{options}"
+    url = f"rediss+sentinel://:of-the-master@127.0.0.1:{other_port}/m/0?{secrets}"
+    client = connect(url)
+    assert await client.set("x", 1)
+    assert connect_sync(url).get("x") == b"1"
+    await client.aclose()
