@@ -12,6 +12,7 @@ from itertools import groupby, islice
 from typing import Any
 
 import redis.asyncio
+from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
 from headrace.errors import HeadraceError
@@ -59,15 +60,15 @@ class SilenceWatch:
     async def _probe(self, silent: list[Reader]) -> None:
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
-                for reader in silent:
-                    last = f"{max(reader.cursor.last, 1)}-0"
-                    pipe.xrange(reader.keys.log(reader.job_id), min=last, max="+", count=2)
-                    pipe.hmget(reader.keys.job(reader.job_id), ["status", "seq"])
-                replies = await pipe.execute(raise_on_error=False)
+                asked = [(reader, _ask(pipe, reader)) for reader in silent]
+                replies = iter(await pipe.execute(raise_on_error=False))
         except (RedisError, OSError):
-            replies = [None, None] * len(silent)  # each of them waits for Redis as long as it may
-        for reader, stored, state in zip(silent, replies[::2], replies[1::2], strict=True):
-            if not _as_last_seen(reader.cursor, stored, state):
+            for reader in silent:
+                reader.mailbox.mark_stale()  # each of them waits for Redis as long as it may
+            return
+        for reader, asked_log in asked:
+            state, stored = next(replies), next(replies) if asked_log else []
+            if not _as_last_seen(reader.cursor, state, stored):
                 reader.mailbox.mark_stale()
 
 
@@ -80,7 +81,16 @@ def _batched(readers: Iterator[Reader]) -> Iterator[list[Reader]]:
         yield batch
 
 
-def _as_last_seen(cursor: Cursor, stored: Any, state: Any) -> bool:
+def _ask(pipe: Pipeline, reader: Reader) -> bool:
+    """Whether the log is asked for too: before the first event the job's state tells all."""
+    pipe.hmget(reader.keys.job(reader.job_id), ["status", "seq"])
+    last = reader.cursor.last
+    if last > 0:
+        pipe.xrange(reader.keys.log(reader.job_id), min=f"{last}-0", max="+", count=2)
+    return last > 0
+
+
+def _as_last_seen(cursor: Cursor, state: Any, stored: Any) -> bool:
     """False also for replies that are errors: what to make of them is the reader's affair."""
     try:
         events = decode_entries(stored)
@@ -88,9 +98,9 @@ def _as_last_seen(cursor: Cursor, stored: Any, state: Any) -> bool:
     except (HeadraceError, TypeError, ValueError):
         return False
     if not status:
-        return not cursor.seen and not events
+        return not cursor.seen
     if not cursor.seen or status in ENDED or seq != cursor.last:
         return False
-    if cursor.last == 0 or not events:
-        return not events
-    return len(events) == 1 and events[0] == (cursor.event or events[0]) and events[0].seq == cursor.last
+    if not events:
+        return True
+    return len(events) == 1 and events[0].seq == cursor.last and cursor.event in (None, events[0])
