@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import json
 import re
-import signal
 import sys
 import tempfile
 from collections import defaultdict
@@ -29,9 +28,9 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.serving import Serving, own_redis, serving
+from benchmarks.relay import Relay
+from benchmarks.serving import own_redis
 from headrace.connect import connect
-from headrace.embedded import EmbeddedRedis
 from headrace.keys import Keys
 from headrace.processes import start_child, stop_child
 
@@ -173,43 +172,6 @@ def _texts(data: str) -> list[str]:
     return [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
 
 
-class Relay:
-    """One worker serves; the next one is loaded and frozen, and goes on when the first is killed."""
-
-    def __init__(
-        self, stack: AsyncExitStack, server: EmbeddedRedis, settings: dict[str, str | int], folder: Path
-    ) -> None:
-        self._stack, self._server, self._settings, self._folder = stack, server, settings, folder
-        self._started = 0
-        self._serving: Serving | None = None
-        self._frozen: Serving | None = None
-
-    async def prepare(self) -> None:
-        """Returns when one worker serves and another waits."""
-        if self._serving is None:
-            self._serving = await self._start()
-        self._frozen = await self._start()
-        self._frozen.process.send_signal(signal.SIGSTOP)
-
-    async def _start(self) -> Serving:
-        self._started += 1
-        name = f"w{self._started}"
-        settings = {**self._settings, "worker_id": name}
-        worker = await self._stack.enter_async_context(
-            serving(self._server, POOL, settings, self._folder / f"{name}.log")
-        )
-        self._stack.callback(worker.process.send_signal, signal.SIGCONT)
-        return worker
-
-    def kill(self) -> None:
-        if self._serving is None or self._frozen is None:
-            raise RuntimeError("nothing is prepared")
-        self._serving.process.kill()
-        self._serving.process.wait()
-        self._frozen.process.send_signal(signal.SIGCONT)
-        self._serving, self._frozen = self._frozen, None
-
-
 def _told_url(log: Path) -> str:
     told = [line for line in log.read_text().splitlines() if '"listening"' in line]
     return str(json.loads(told[0])["url"]) if told else ""
@@ -253,7 +215,7 @@ async def rehearse(plan: Plan, folder: Path) -> Report:
     """Rounds until every position was hit. Raises RuntimeError, ServingError, TimeoutError."""
     with own_redis() as server:
         async with gateway(server.url, folder / "gateway.log") as url, AsyncExitStack() as stack:
-            relay = Relay(stack, server, plan.settings, folder)
+            relay = Relay(stack, server, POOL, plan.settings, folder)
             await relay.prepare()
             redis = connect(server.url)
             stack.push_async_callback(redis.aclose)

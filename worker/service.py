@@ -41,7 +41,7 @@ MAX_BACKLOG_EVENTS = 8_192  # events Redis has not acknowledged; above it the en
 OVERDUE_S = 0.25  # how late a job that waits may be told that its time is over
 REAP_S = 10.0
 REDIS_RETRY_S = 0.5
-MAKE_GOOD_S = 60.0  # how long a worker that lives tries to say so
+MAKE_GOOD_S, MAKE_GOOD_RETRY_S = 60.0, 0.1  # how long and how often a worker that lives tries to say so
 
 
 class WorkerService:
@@ -292,7 +292,7 @@ class WorkerService:
                 await self._scripts.pardon(self._settings.worker_id, lost)
                 return
             except (RedisError, OSError):
-                await asyncio.sleep(REDIS_RETRY_S)
+                await asyncio.sleep(MAKE_GOOD_RETRY_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
