@@ -66,13 +66,11 @@ def process_cpu_s(pid: int) -> float:
 
 
 def thread_cpu_s(pid: int) -> dict[int, float]:
-    """CPU seconds of each thread of a process."""
-    hz = os.sysconf("SC_CLK_TCK")
+    """CPU seconds of each thread of a process. Not in ticks: many threads may each have less than one."""
     found = {}
-    for stat in (_PROC / str(pid) / "task").glob("*/stat"):
+    for stat in (_PROC / str(pid) / "task").glob("*/schedstat"):
         with suppress(OSError):
-            ticks = stat.read_text().rsplit(")", 1)[1].split()[11:13]
-            found[int(stat.parent.name)] = sum(map(int, ticks)) / hz
+            found[int(stat.parent.name)] = int(stat.read_text().split()[0]) / 1e9
     return found
 
 
