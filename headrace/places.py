@@ -88,11 +88,14 @@ class SlotMap:
     def masters(self) -> list[Address]:
         return sorted({owner for owner in self._owners if owner is not None})
 
-    def owner(self, slot: int | None) -> Address | None:
-        """None: to be asked for. Any master for no slot."""
+    def owner(self, slot: int | None, avoid: Address | None = None) -> Address | None:
+        """None: to be asked for. For no slot any master, another than `avoid` if there is one."""
         if not self._fresh:
             return None
-        return self._owners[slot] if slot is not None else random.choice(self.masters)  # noqa: S311
+        if slot is not None:
+            return self._owners[slot]
+        masters = self.masters
+        return random.choice([master for master in masters if master != avoid] or masters)  # noqa: S311
 
     def seeds(self) -> list[Address]:
         others = [node for node in self._configured if node not in self._nodes]
@@ -127,21 +130,25 @@ class SlotOwner:
     def __init__(self, slots: SlotMap, slot: int | None) -> None:
         self._slots = slots
         self._slot = slot
+        self._found: Address | None = None
+        self._avoid: Address | None = None  # where it was when somebody found nothing there
         self.absent = "no node of the cluster knows who serves " + (
             "anything" if slot is None else f"slot {slot}"
         )
 
     def known(self) -> Address | None:
-        return self._slots.owner(self._slot)
+        self._found = self._slots.owner(self._slot, self._avoid)
+        return self._found
 
     def seeds(self) -> list[Address]:
         return self._slots.seeds()
 
     def read(self, reply: Any, asked: Address) -> Address | None:
         self._slots.read(reply, asked)
-        return self._slots.owner(self._slot)
+        return self.known()
 
     def doubt(self) -> None:
+        self._avoid = self._found
         self._slots.forget()
 
     def arrived(self, asking: Asks) -> None:

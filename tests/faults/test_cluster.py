@@ -35,6 +35,7 @@ class Cluster:
     def __init__(self, fleet: Any, tools: Any) -> None:
         self.fleet, self.tools = fleet, tools
         flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2500", "--appendonly", "no")
+        flags += ("--cluster-require-full-coverage", "no")
         self.flags = (*flags, "--repl-diskless-sync-delay", "0", "--cluster-replica-validity-factor", "0")
         self.ports = [fleet.add(*self.flags) for _ in range(3)]
         bounds = [0, NUM_SLOTS // 3, 2 * NUM_SLOTS // 3, NUM_SLOTS]
@@ -55,6 +56,12 @@ class Cluster:
 
     def node_id(self, port: int) -> str:
         return self.fleet.client(port).execute_command("CLUSTER", "MYID").decode()
+
+    def flags_of(self, port: int) -> list[str]:
+        """What the third node thinks of another."""
+        nodes = self.fleet.client(self.ports[2]).execute_command("CLUSTER", "NODES")
+        lines = nodes.splitlines() if isinstance(nodes, str) else nodes.decode().splitlines()
+        return next(line.split()[2].split(",") for line in lines if f":{port}@" in line)
 
     def owner(self, slot: int) -> int:
         return next(
@@ -266,6 +273,39 @@ async def batch_output(http: httpx.AsyncClient) -> dict[str, str]:
     return {
         each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in map(json.loads, lines)
     }
+
+
+async def test_a_node_that_is_away_leaves_the_pools_of_others(
+    cluster: Cluster, pool: Any, tools: Any, services: Any
+) -> None:
+    worker = await asyncio.to_thread(pool.start, step_ms=2)
+    second = pool.start("--pool", OTHER, step_ms=2, wait=False)
+    url = await asyncio.to_thread(services.gateway, cluster.url)
+    await asyncio.to_thread(tools.eventually, lambda: both_known(url))
+    away = cluster.owner(key_slot(Keys(OTHER).ctl))
+    cluster.fleet.kill(away)
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+
+        async def asked(model: str, prompt: str) -> httpx.Response:
+            body = {"model": model, "prompt": prompt, "max_tokens": 5, "temperature": 0}
+            return await http.post("/v1/completions", json=body)
+
+        failed = False
+        while not failed:  # until the other nodes have given it up
+            for number in range(5):
+                answer = await asked("smollm2", f"meanwhile {number}")
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["choices"][0]["text"] == tools.answer(f"meanwhile {number}", 5)
+            assert (await asked(OTHER, "x")).status_code == 503
+            failed = "fail" in cluster.flags_of(away)
+        await asyncio.to_thread(cluster.fleet.start, away)
+        await asyncio.to_thread(tools.eventually, lambda: all(map(cluster.agrees, cluster.ports)))
+    body = {"model": OTHER, "prompt": "back", "max_tokens": 5}
+    await asyncio.to_thread(
+        tools.eventually, lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=30).is_success, 20
+    )
+    assert worker.poll() is None
+    assert second.poll() is None
 
 
 @pytest.mark.parametrize("fault", ["its slot moves", "its node fails"])

@@ -159,6 +159,16 @@ def test_a_map_of_slots_is_believed_until_it_is_doubted() -> None:
     assert set(place.seeds()) == {("asked", 7), ("r", 8), ("b", 9), ("seed", 1)}
 
 
+def test_any_master_is_not_the_one_that_did_not_answer() -> None:
+    slots = SlotMap(())
+    slots.read([[0, 9, [b"a", 1]], [10, NUM_SLOTS - 1, [b"b", 2]]], ("seed", 1))
+    anywhere = SlotOwner(slots, None)
+    for _ in range(20):
+        failed = anywhere.known()
+        anywhere.doubt()
+        assert anywhere.read([[0, 9, [b"a", 1]], [10, NUM_SLOTS - 1, [b"b", 2]]], ("seed", 1)) != failed
+
+
 def test_nobody_watches_a_master_that_nobody_uses() -> None:
     """The thread ends with the last client, also while no sentinel answers."""
 
