@@ -141,6 +141,26 @@ async def test_completions(http: httpx.AsyncClient, worker: Any, kit: Any, start
     assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
 
 
+async def test_a_file_written_on_windows(
+    http: httpx.AsyncClient, worker: Any, kit: Any, start_tasks: Any
+) -> None:
+    await start_tasks()
+    raw = [json.dumps(request_of(number)).encode() + b"\r" for number in range(2)]
+    batch = await ended(http, (await start(http, [b"\xef\xbb\xbf" + raw[0], raw[1], b"\r"]))["id"], kit)
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+
+async def test_a_line_may_have_a_webhook(
+    http: httpx.AsyncClient, worker: Any, kit: Any, start_tasks: Any
+) -> None:
+    await start_tasks()
+    url = "http://127.0.0.1:1/hook"  # refused where it is to be sent: not a public address
+    batch = await start(http, [request_of(1, webhook=url), request_of(2), request_of(3, webhook="x")])
+    batch = await ended(http, batch["id"], kit)
+    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert sorted(job.webhook or "" for job in worker.seen) == ["", url]
+
+
 async def test_responses(http: httpx.AsyncClient, worker: Any, kit: Any, start_tasks: Any) -> None:
     await start_tasks()
     url = "/v1/responses"
