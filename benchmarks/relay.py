@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from datetime import datetime
 from pathlib import Path
 
 from benchmarks.serving import Serving, serving
@@ -70,6 +72,14 @@ class Relay:
         first.process.terminate()
         self._serving, self._frozen = second, None
         return told_s
+
+    def claimed_s(self, job_id: str) -> float:
+        """When the one that serves last claimed a job, s since the epoch, by its log in JSON."""
+        if self._serving is None:
+            raise RuntimeError("nobody serves")
+        lines = [json.loads(line) for line in self._serving.log.read_text().splitlines() if job_id in line]
+        claims = [line["timestamp"] for line in lines if line["event"] == "job_claimed"]
+        return datetime.fromisoformat(claims[-1]).timestamp()
 
     def _both(self) -> tuple[Serving, Serving]:
         if self._serving is None or self._frozen is None:
