@@ -60,10 +60,21 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._drain_s = drain_s
         self._ended = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the draining, the second ends it, a third leaves all as it is."""
+        if self.should_exit and self._drain_s:
+            self._drain_s = 0.0
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._end_requests)
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("draining", open_requests=len(self.server_state.tasks), limit_s=self._drain_s)
-        timer = asyncio.get_running_loop().call_later(self._drain_s, self._end_requests)
+        self._loop = asyncio.get_running_loop()
+        timer = self._loop.call_later(self._drain_s, self._end_requests)
         try:
             await super().shutdown(sockets)
         finally:
@@ -71,7 +82,7 @@ class DrainingServer(uvicorn.Server):
         log.info("stopped", ended_requests=self._ended)
 
     def _end_requests(self) -> None:
-        self._ended = len(self.server_state.tasks)
+        self._ended += len(self.server_state.tasks)
         for task in self.server_state.tasks:
             task.cancel()
 

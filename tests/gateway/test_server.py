@@ -118,10 +118,14 @@ ASKS = {
 
 
 async def stopped_while_asked(
-    started: subprocess.Popen[str], port: int, number: signal.Signals, db: Any, kit: Any
+    started: subprocess.Popen[str], port: int, signals: list[signal.Signals], db: Any, kit: Any
 ) -> dict[str, httpx.Response]:
     async def all_followed() -> bool:
         return len(await kit.channels(db)) == 5  # two look at one job
+
+    async def closed() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) != 0
 
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
         await http.post("/v1/jobs", json={"prompt": "x", "id": "mine"})
@@ -130,20 +134,27 @@ async def stopped_while_asked(
             for name, (method, path, body) in ASKS.items()
         }
         await kit.eventually(all_followed)
-        started.send_signal(number)
+        for number in signals:
+            started.send_signal(number)
+            await kit.eventually(closed)
         return {name: await task for name, task in asked.items()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("signals", "drain_s"),
+    [([signal.SIGTERM], 0.5), ([signal.SIGINT], 0.5), ([signal.SIGINT] * 2, 60), ([signal.SIGTERM] * 2, 60)],
+)
 async def test_what_is_still_open_when_the_time_is_over_is_told(
-    redis_url: str, db: Any, kit: Any, number: signal.Signals
+    redis_url: str, db: Any, kit: Any, signals: list[signal.Signals], drain_s: float
 ) -> None:
     port = free_port()
-    variables = environment(redis_url=redis_url, log_format="json", drain_timeout_s="0.5", port=str(port))
+    variables = environment(
+        redis_url=redis_url, log_format="json", drain_timeout_s=str(drain_s), port=str(port)
+    )
     with subprocess.Popen(COMMAND, env=variables, stderr=subprocess.PIPE, text=True) as started:  # noqa: ASYNC220
         try:
             wait_until_up(port)
-            answers = await stopped_while_asked(started, port, number, db, kit)
+            answers = await stopped_while_asked(started, port, signals, db, kit)
             _, logs = await asyncio.to_thread(started.communicate, None, 20)
         finally:
             started.kill()
