@@ -119,6 +119,8 @@ def handle(request: Request[Any, Any, Any], exc: Exception) -> Response[ErrorBod
     if status >= 500 and status != 503:  # that Redis is away is told once, by the reaper
         _report(request, exc, status)
     headers = dict(getattr(exc, "headers", None) or {})
+    # OpenAI's clients repeat what is answered by 409, 429 or 5xx unless told not to: poison, too.
+    headers["x-should-retry"] = "true" if body.error.retryable else "false"
     if status in (429, 503):
         headers.setdefault("Retry-After", RETRY_AFTER_S)
     if status == 401:

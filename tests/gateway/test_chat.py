@@ -124,6 +124,23 @@ async def test_a_failed_job_is_an_error_with_its_own_status(client: Any) -> None
     assert (refused.value.code, refused.value.type) == ("context_length_exceeded", "invalid_request_error")
 
 
+@pytest.mark.parametrize("code", ["poison", "non_finite", "deadline_exceeded", "lost"])
+async def test_what_cannot_be_helped_is_not_asked_again(client: Any, worker: Any, code: str) -> None:
+    """By itself OpenAI's client repeats whatever is answered by 409 or 5xx."""
+    messages = [{"role": "user", "content": f"fail {code}"}]
+    with pytest.raises(openai.APIStatusError) as failed:
+        await client.with_options(max_retries=2).chat.completions.create(model="smollm2", messages=messages)
+    assert failed.value.code == code
+    assert len(worker.seen) == 1
+
+
+async def test_what_may_be_helped_is_asked_again(client: Any, worker: Any) -> None:
+    messages = [{"role": "user", "content": "fail internal"}]
+    with pytest.raises(openai.InternalServerError):
+        await client.with_options(max_retries=1).chat.completions.create(model="smollm2", messages=messages)
+    assert len(worker.seen) == 2
+
+
 async def test_a_failure_in_a_stream_is_told_and_ends_it(client: Any, http: httpx.AsyncClient) -> None:
     messages = [{"role": "user", "content": "fail non_finite"}]
     stream = await client.chat.completions.create(model="smollm2", messages=messages, stream=True)
