@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("compile_all.py")
-KERNELS = {"_attention", "_merge_splits", "_rotary_kv", "_rms_norm", "_gated", "_linear", "_copy", "_draw"}
+KERNELS = {"attend", "merge_splits", "_rotary_kv", "_rms_norm", "_gated", "_linear", "_copy", "_draw"}
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

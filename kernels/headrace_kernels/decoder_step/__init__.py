@@ -17,7 +17,7 @@ from torch import Tensor
 from ..gated_activation import CODES
 from ..matmul import PANEL, PackedWeight
 from ..native import structs
-from ..paged_attention import PackedSequences, attention_shape
+from ..paged_attention import PackedSequences, Scales, attention_shape, kv_cache
 from . import reference
 
 
@@ -98,7 +98,7 @@ class CompiledDecoder:
             ctypes.pointer(head.struct),
             final_norm.data_ptr(),
         )
-        self._caches: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
+        self._caches: tuple[object, ...] = ()  # kept alive for the structs
         self._tables: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def _layer(self, layer: LayerWeights) -> structs.Layer:
@@ -144,19 +144,24 @@ class CompiledDecoder:
         if any(t is not None and not _is_plain(t) for t in others):
             raise ValueError("head norms and sinks must be contiguous fp32")
 
-    def bind(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    def bind(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], scales: Sequence[Scales] | None = None
+    ) -> None:
         """The caches of all layers, as paged_attention has them; every layer the same shape."""
         shape = attention_shape(self.shape.heads, keys[0], values[0])
         width = shape.heads * shape.k_dim + shape.kv_heads * (shape.k_dim + shape.v_dim)
         for layer, k, v in zip(self.layers, keys, values, strict=True):
-            if k.shape != keys[0].shape or v.shape != values[0].shape or not (_is_plain(k) and _is_plain(v)):
-                raise ValueError("the caches of all layers must have one shape")
+            if k.shape != keys[0].shape or v.shape != values[0].shape or k.dtype != keys[0].dtype:
+                raise ValueError("the caches of all layers must have one shape and type")
+            if not (_on_cpu(k) and _on_cpu(v)):
+                raise ValueError("caches must be contiguous and on the CPU")
             if layer.qkv.n != width or layer.output.k != shape.heads * shape.v_dim:
                 raise ValueError("the caches do not fit the projections")
-        self._caches = (keys, values)
+        self._caches = (keys, values, scales)
         self._decoder.shape = shape
-        for struct, k, v in zip(self._layers, keys, values, strict=True):
-            struct.keys, struct.values = k.data_ptr(), v.data_ptr()
+        by_layer = zip(self._layers, keys, values, scales or [None] * len(keys), strict=True)
+        for struct, k, v, s in by_layer:
+            struct.cache = kv_cache(k, v, s)
 
     def set_tables(self, tables: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Rotary tables (cosines, sines), each fp32 [positions, dims / 2]."""
@@ -216,7 +221,11 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.dtype == torch.float32 and _on_cpu(tensor)
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
 __all__ = ["CompiledDecoder", "DecoderShape", "LayerWeights", "gate_up_rows", "reference"]

@@ -53,9 +53,9 @@ class Run {
   void attend(const Layer& layer, bool last) {
     norm_for(layer.qkv, layer.attention_norm);
     linear(layer.qkv, input_, {qkv_, qkv_width_, nullptr, 0});
-    rotary_kv_write(d_.shape, layer.rotary, qkv_, rows_, step_.positions, step_.slots, layer.keys, layer.values);
+    rotary_kv_write(d_.shape, layer.rotary, qkv_, rows_, step_.positions, step_.slots, layer.cache);
     const bool select = last && step_.row_count != rows_;
-    paged_attention(d_.shape, layer.attention, step_.sequences, qkv_, qkv_width_, layer.keys, layer.values,
+    paged_attention(d_.shape, layer.attention, step_.sequences, qkv_, qkv_width_, layer.cache,
                     select ? RowSink::row_major(gated_, attention_width_) : sink_for(layer.output, input_, rows_));
     if (select) keep_wanted(layer.output);
     add_product(layer.output, input_, layer.attention_post_norm);

@@ -20,8 +20,7 @@ struct Layer {
   const float* mlp_post_norm;
   RotaryOptions rotary;
   AttentionOptions attention;
-  float* keys;
-  float* values;
+  KvCache cache;
 };
 
 struct Decoder {

@@ -103,15 +103,33 @@ def _pack(
         raise ValueError(f"bias has shape {tuple(bias.shape)}, not ({n},)")
     native = chosen.library
     code = STORAGES[storage]
-    panels = _aligned(native, native.hr_packed_bytes(code, n, k))
+    panels = aligned_bytes(native, native.hr_packed_bytes(code, n, k))
     row_bytes = source.stride(0) * source.element_size()
     native.hr_pack(code, n, k, source.data_ptr(), row_bytes, order.data_ptr(), panels.data_ptr())
     kept = None if bias is None else bias.detach().to(torch.float32).contiguous()
-    struct = structs.Weight(code, n, k, int8, panels.data_ptr(), 0 if kept is None else kept.data_ptr())
-    return PackedWeight(n, k, storage, panels, kept, int8, chosen, struct)
+    return from_panels(panels, n, k, storage, kept, int8_activations=int8, on=chosen)
 
 
-def _aligned(native: ctypes.CDLL, size: int) -> Tensor:
+def from_panels(
+    panels: Tensor,
+    n: int,
+    k: int,
+    storage: str,
+    bias: Tensor | None,
+    *,
+    int8_activations: bool = False,
+    on: Backend | None = None,
+) -> PackedWeight:
+    """What `pack` made, from its panels (they begin on a cache line) and bias. Raises ValueError."""
+    chosen, code = on or backend(), STORAGES[storage]
+    if panels.numel() != chosen.library.hr_packed_bytes(code, n, k) or panels.data_ptr() % 64:
+        raise ValueError(f"{panels.numel()} bytes are no panels of {storage} [{n}, {k}]")
+    address = 0 if bias is None else bias.data_ptr()
+    struct = structs.Weight(code, n, k, int8_activations, panels.data_ptr(), address)
+    return PackedWeight(n, k, storage, panels, bias, int8_activations, chosen, struct)
+
+
+def aligned_bytes(native: ctypes.CDLL, size: int) -> Tensor:
     """Bytes that begin on a cache line; large ones on huge pages, before they are first touched."""
     raw = torch.empty(size + 64, dtype=torch.uint8)
     start = -raw.data_ptr() % 64
@@ -165,4 +183,14 @@ def gather_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
     return out
 
 
-__all__ = ["PackedWeight", "gather_rows", "linear", "pack", "pack_blocks", "reference", "unpack"]
+__all__ = [
+    "PackedWeight",
+    "aligned_bytes",
+    "from_panels",
+    "gather_rows",
+    "linear",
+    "pack",
+    "pack_blocks",
+    "reference",
+    "unpack",
+]

@@ -19,6 +19,7 @@ _WEIGHT = POINTER(structs.Weight)
 _SHAPE = POINTER(structs.AttentionShape)
 _ROTARY = POINTER(structs.RotaryOptions)
 _OPTIONS = POINTER(structs.AttentionOptions)
+_CACHE = POINTER(structs.KvCache)
 _SEQUENCES = POINTER(structs.Sequences)
 
 
@@ -34,11 +35,11 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "hr_gather_rows": (None, (_WEIGHT, c_void_p, c_int32, c_void_p)),
     "hr_paged_attention": (
         None,
-        (_SHAPE, _OPTIONS, _SEQUENCES, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+        (_SHAPE, _OPTIONS, _SEQUENCES, c_void_p, c_int64, _CACHE, c_void_p, c_int64),
     ),
     "hr_rotary_kv_write": (
         None,
-        (_SHAPE, _ROTARY, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
+        (_SHAPE, _ROTARY, c_void_p, c_int32, c_void_p, c_void_p, _CACHE),
     ),
     "hr_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_float, c_void_p)),
     "hr_gated_activation": (None, (c_int32, c_void_p, c_int32, c_int32, c_void_p)),

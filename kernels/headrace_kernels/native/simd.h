@@ -78,6 +78,34 @@ HR_INLINE float bfloat_to_float(uint16_t b) {
   return out;
 }
 
+// |x| at most 65504, or NaN. To nearest, ties to even.
+HR_INLINE uint16_t float_to_half(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  bits &= 0x7FFFFFFFu;
+  if (bits > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u);
+  if (bits < 0x38800000u) {  // subnormal: the sum's last place is the result's
+    float shifted;
+    std::memcpy(&shifted, &bits, 4);
+    shifted += 0.5f;
+    std::memcpy(&bits, &shifted, 4);
+    return static_cast<uint16_t>(sign | (bits - 0x3F000000u));
+  }
+  return static_cast<uint16_t>(sign | ((bits - 0x38000000u + 0xFFFu + (bits >> 13 & 1u)) >> 13));
+}
+
+HR_INLINE uint16_t float_to_bfloat(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return x == x ? static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16) : 0x7FC0u;
+}
+HR_INLINE void store_bfloat(uint16_t* p, F16 v) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (int i = 0; i < LANES; i++) p[i] = float_to_bfloat(lanes[i]);
+}
+
 }  // namespace hr
 
 #endif

@@ -31,6 +31,14 @@ HR_INLINE F16 load_bfloat(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 
+// To nearest, ties to even.
+HR_INLINE void store_half(uint16_t* p, F16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+HR_INLINE F16 load_bytes(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+
 HR_INLINE I16 load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
 HR_INLINE void store_words(void* p, I16 a) { _mm512_storeu_si512(p, a.v); }
 // Lanes that fit a signed byte, as sixteen bytes.

@@ -13,6 +13,7 @@ struct I16 { int32_t v[16]; };
 
 float half_to_float(uint16_t);
 float bfloat_to_float(uint16_t);
+uint16_t float_to_half(float);
 
 template <class R, class F> HR_INLINE R lanes(F&& f) {
   R out;
@@ -35,6 +36,10 @@ HR_INLINE F16 max(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] >
 HR_INLINE F16 min(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; }); }
 HR_INLINE F16 load_half(const uint16_t* p) { return lanes<F16>([&](int i) { return half_to_float(p[i]); }); }
 HR_INLINE F16 load_bfloat(const uint16_t* p) { return lanes<F16>([&](int i) { return bfloat_to_float(p[i]); }); }
+HR_INLINE void store_half(uint16_t* p, F16 x) {
+  for (int i = 0; i < LANES; i++) p[i] = float_to_half(x.v[i]);
+}
+HR_INLINE F16 load_bytes(const int8_t* p) { return lanes<F16>([&](int i) { return static_cast<float>(p[i]); }); }
 
 HR_INLINE I16 load_words(const void* p) {
   I16 out;

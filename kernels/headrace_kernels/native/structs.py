@@ -30,6 +30,18 @@ class AttentionShape(Structure):
     )
 
 
+class KvCache(Structure):
+    """paged_attention/attention.h"""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
+    )
+
+
 class AttentionOptions(Structure):
     """paged_attention/attention.h"""
 
@@ -76,8 +88,7 @@ class Layer(Structure):
         ("mlp_post_norm", c_void_p),
         ("rotary", RotaryOptions),
         ("attention", AttentionOptions),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        ("cache", KvCache),
     )
 
 

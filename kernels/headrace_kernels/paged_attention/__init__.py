@@ -1,8 +1,9 @@
 """Causal attention of packed tokens over keys and values in blocks, read where they lie.
 
-Caches of one layer, fp32: keys [blocks, kv_heads, k_dim, block_size], values [blocks, kv_heads, block_size,
-v_dim]. A token's result depends on its own sequence and position alone: not on the chunk it came in, nor on
-its neighbours.
+Caches of one layer: keys [blocks, kv_heads, k_dim, block_size], values [blocks, kv_heads, block_size, v_dim],
+in fp32, fp16, bf16, or in int8 with scales of keys and of values, fp32 [blocks, kv_heads, block_size] each.
+Arithmetic is in fp32. A token's result depends on its own sequence and position alone: not on the chunk it
+came in, nor on its neighbours.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from ..native import structs
 from . import reference
 
 Ints = npt.NDArray[np.int64]
+Scales = tuple[Tensor, Tensor]
 MAX_GROUP = 256  # query heads of one KV head
+KV_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # attention.h's KvType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +62,14 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    scales: Scales | None = None,
     on: Backend | None = None,
 ) -> Tensor:
     """query [tokens, heads, k_dim] fp32 → [tokens, heads, v_dim]; the step's own keys are in the blocks.
 
     `window` counts the keys a query sees, itself included (0: all). `sinks` [heads] are logits with no value.
     """
-    shape = attention_shape(query.shape[1], keys, values)
+    shape, cache = attention_shape(query.shape[1], keys, values), kv_cache(keys, values, scales)
     if query.dtype != torch.float32 or query.shape[2] != shape.k_dim:
         raise ValueError(f"query must be fp32 [tokens, heads, {shape.k_dim}]")
     if int(sequences.cu[-1]) != query.shape[0]:
@@ -80,8 +84,7 @@ def paged_attention(
         ctypes.byref(sequences.struct),
         query.data_ptr(),
         query.stride(0),
-        keys.data_ptr(),
-        values.data_ptr(),
+        ctypes.byref(cache),
         out.data_ptr(),
         out.stride(0),
     )
@@ -91,8 +94,8 @@ def paged_attention(
 def attention_shape(heads: int, keys: Tensor, values: Tensor) -> structs.AttentionShape:
     """Raises ValueError where the caches of a layer do not have the layout above."""
     for name, cache in (("keys", keys), ("values", values)):
-        if cache.ndim != 4 or cache.dtype != torch.float32 or not cache.is_contiguous():
-            raise ValueError(f"{name} must be a contiguous fp32 cache of four dimensions")
+        if cache.ndim != 4 or cache.dtype not in KV_TYPES or not cache.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous fp32, fp16, bf16 or int8 cache of four dimensions")
     blocks, kv_heads, k_dim, block_size = keys.shape
     if values.shape[:3] != (blocks, kv_heads, block_size):
         raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} do not belong together")
@@ -101,4 +104,16 @@ def attention_shape(heads: int, keys: Tensor, values: Tensor) -> structs.Attenti
     return structs.AttentionShape(heads, kv_heads, k_dim, values.shape[3], block_size)
 
 
-__all__ = ["PackedSequences", "attention_shape", "pack_sequences", "paged_attention", "reference"]
+def kv_cache(keys: Tensor, values: Tensor, scales: Scales | None = None) -> structs.KvCache:
+    """A layer's caches for the compiled kernels. Raises ValueError where types or scales do not fit."""
+    if keys.dtype != values.dtype or (scales is None) != (keys.dtype != torch.int8):
+        raise ValueError(f"keys of {keys.dtype}, values of {values.dtype}, scales: {scales is not None}")
+    wanted = (*keys.shape[:2], keys.shape[3])
+    for t in scales or ():
+        if t.dtype != torch.float32 or t.shape != wanted or not t.is_contiguous():
+            raise ValueError(f"scales must be contiguous fp32 {list(wanted)}")
+    addresses = (None if t is None else t.data_ptr() for t in scales or (None, None))
+    return structs.KvCache(KV_TYPES[keys.dtype], keys.data_ptr(), values.data_ptr(), *addresses)
+
+
+__all__ = ["PackedSequences", "attention_shape", "kv_cache", "pack_sequences", "paged_attention", "reference"]

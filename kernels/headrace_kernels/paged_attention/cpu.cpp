@@ -30,12 +30,15 @@ struct Task {
   int sequence, first, tokens, kv_head, kv_heads;
 };
 
+template <class Kv>
 class Attention {
+  using Element = typename Kv::Element;
+
  public:
   Attention(const AttentionShape& shape, const AttentionOptions& options, const Sequences& sequences,
-            const float* query, int64_t ld_query, const float* keys, const float* values, const RowSink& out)
-      : shape_(shape), options_(options), sequences_(sequences), query_(query), ld_query_(ld_query), keys_(keys),
-        values_(values), out_(out), group_(shape.heads / shape.kv_heads),
+            const float* query, int64_t ld_query, const KvCache& cache, const RowSink& out)
+      : shape_(shape), options_(options), sequences_(sequences), query_(query), ld_query_(ld_query), cache_(cache),
+        keys_(static_cast<const Element*>(cache.keys)), values_(static_cast<const Element*>(cache.values)), out_(out), group_(shape.heads / shape.kv_heads),
         tokens_per_task_(std::max(1, MAX_ROWS / group_)) {}
 
   void run() const {
@@ -113,8 +116,9 @@ class Attention {
   struct Tile {
     int64_t first;
     int keys;
-    KeyVector key_vectors[KEY_VECTORS];  // past the last key, that one again
-    const float* values[TILE_KEYS];
+    KeyVector<Kv> key_vectors[KEY_VECTORS];  // past the last key, that one again
+    const Element* values[TILE_KEYS];
+    float key_scales[Kv::SCALED ? TILE_KEYS : 1], value_scales[Kv::SCALED ? TILE_KEYS : 1];
   };
 
   void add_tile(const Tile& tile, const Tile* next, int64_t first_position, Rows& rows) const {
@@ -122,7 +126,7 @@ class Attention {
     for (int r = 0; r < rows.count; r += TILE_ROWS)
       score(std::min(TILE_ROWS, rows.count - r), rows.q + r, tile, r ? nullptr : next, key_vectors,
             rows.scores + r * TILE_KEYS);
-    for (int r = 0; r < rows.count; r++) soften(first_position + r / group_ - tile.first, tile.keys, r, rows);
+    for (int r = 0; r < rows.count; r++) soften(first_position + r / group_ - tile.first, tile, r, rows);
     for (int r = 0; r < rows.count; r += TILE_ROWS)
       weigh(std::min(TILE_ROWS, rows.count - r), rows.scores + r * TILE_KEYS, tile, r ? nullptr : next, rows.decay + r,
             rows.out + r * rows.ld_out, rows.ld_out);
@@ -136,10 +140,14 @@ class Attention {
     int64_t entry = first / bs, offset = first % bs;
     for (int j = 0; j < tile.keys;) {
       const int64_t block = sequences_.tables[sequences_.table_starts[task.sequence] + entry] * shape_.kv_heads + kv_head;
-      const float* values = values_ + (block * bs + offset) * shape_.v_dim;
-      const float* keys = keys_ + block * shape_.k_dim * bs + offset;
+      const Element* values = values_ + (block * bs + offset) * shape_.v_dim;
+      const Element* keys = keys_ + block * shape_.k_dim * bs + offset;
       const int count = static_cast<int>(std::min<int64_t>(bs - offset, tile.keys - j));
       for (int i = 0; i < count; i++) tile.values[j + i] = values + i * shape_.v_dim;
+      if constexpr (Kv::SCALED) {
+        std::copy_n(cache_.key_scales + block * bs + offset, count, tile.key_scales + j);
+        std::copy_n(cache_.value_scales + block * bs + offset, count, tile.value_scales + j);
+      }
       if (whole_vectors)
         for (int i = 0; i < count; i += LANES) tile.key_vectors[(j + i) / LANES] = {keys + i, bs};
       j += count;
@@ -147,6 +155,10 @@ class Attention {
       offset = 0;
     }
     std::fill(tile.values + tile.keys, tile.values + TILE_KEYS, tile.values[tile.keys - 1]);
+    if constexpr (Kv::SCALED) {
+      std::fill(tile.key_scales + tile.keys, tile.key_scales + TILE_KEYS, 0.0f);
+      std::fill(tile.value_scales + tile.keys, tile.value_scales + TILE_KEYS, 0.0f);
+    }
     const int vectors = (tile.keys + LANES - 1) / LANES;
     if (whole_vectors) std::fill(tile.key_vectors + vectors, tile.key_vectors + KEY_VECTORS, tile.key_vectors[vectors - 1]);
     else copy_keys(task, kv_head, tile, slot);
@@ -155,42 +167,46 @@ class Attention {
   // For block sizes that are no multiple of sixteen: the same numbers side by side. Of two tiles each has its copy.
   void copy_keys(const Task& task, int kv_head, Tile& tile, int slot) const {
     const int bs = shape_.block_size;
-    float* copy = scratch<float>(SLOT_KEYS, 2 * static_cast<size_t>(shape_.k_dim) * TILE_KEYS) + slot * shape_.k_dim * TILE_KEYS;
+    const size_t size = static_cast<size_t>(shape_.k_dim) * TILE_KEYS;
+    Element* copy = scratch<Element>(SLOT_KEYS, 2 * size) + slot * size;
     for (int j = 0; j < (tile.keys + LANES - 1) / LANES * LANES; j++) {
       const int64_t position = tile.first + j;
-      const float* from = nullptr;
+      const Element* from = nullptr;
       if (j < tile.keys) {
         const int64_t block = sequences_.tables[sequences_.table_starts[task.sequence] + position / bs];
         from = keys_ + (block * shape_.kv_heads + kv_head) * shape_.k_dim * bs + position % bs;
       }
-      for (int i = 0; i < shape_.k_dim; i++) copy[i * TILE_KEYS + j] = from ? from[static_cast<int64_t>(i) * bs] : 0.0f;
+      for (int i = 0; i < shape_.k_dim; i++) copy[i * TILE_KEYS + j] = from ? from[static_cast<int64_t>(i) * bs] : Element{};
     }
     for (int v = 0; v < KEY_VECTORS; v++) tile.key_vectors[v] = {copy + v * LANES, TILE_KEYS};
   }
 
   void score(int rows, const float* const* q, const Tile& tile, const Tile* next, int key_vectors, float* scores) const {
     with_rows<TILE_ROWS>(rows, [&](auto n) {
-      score_rows<decltype(n)::value>(q, tile.key_vectors, next ? next->key_vectors : nullptr, key_vectors, shape_.k_dim, scores);
+      score_rows<Kv, decltype(n)::value>(q, tile.key_vectors, next ? next->key_vectors : nullptr, key_vectors, shape_.k_dim, scores);
     });
   }
 
   void weigh(int rows, const float* weights, const Tile& tile, const Tile* next, const float* decay, float* out,
              int64_t ld_out) const {
     with_rows<TILE_ROWS>(rows, [&](auto n) {
-      value_rows<decltype(n)::value>(weights, tile.values, next ? next->values : nullptr, tile.keys, shape_.v_dim, decay,
+      value_rows<Kv, decltype(n)::value>(weights, tile.values, next ? next->values : nullptr, tile.keys, shape_.v_dim, decay,
                                      out, ld_out);
     });
   }
 
   // Scores of a row become weights; `last` is the query's own place counted from the tile's first key.
-  void soften(int64_t last, int keys, int r, Rows& rows) const {
+  void soften(int64_t last, const Tile& tile, int r, Rows& rows) const {
+    const int keys = tile.keys;
     float* scores = rows.scores + r * TILE_KEYS;
     const int vectors = (keys + LANES - 1) / LANES;
     const int visible = static_cast<int>(std::min<int64_t>(keys, last + 1));
     const int hidden = options_.window ? static_cast<int>(std::clamp<int64_t>(last + 1 - options_.window, 0, keys)) : 0;
     F16 s[KEY_VECTORS], top = set1(MINUS_INFINITY);
     for (int v = 0; v < vectors; v++) {
-      s[v] = mul(load(scores + v * LANES), set1(options_.scale));
+      s[v] = load(scores + v * LANES);
+      if constexpr (Kv::SCALED) s[v] = mul(s[v], load(tile.key_scales + v * LANES));
+      s[v] = mul(s[v], set1(options_.scale));
       if (options_.softcap > 0) s[v] = soft_cap(s[v], options_.softcap);
       s[v] = keep_first(s[v], visible - v * LANES, set1(MINUS_INFINITY));
       if (hidden) s[v] = keep_first(set1(MINUS_INFINITY), hidden - v * LANES, s[v]);
@@ -202,6 +218,7 @@ class Attention {
     for (int v = 0; v < vectors; v++) {
       F16 p = exp(sub(s[v], offset));
       total = add(total, p);
+      if constexpr (Kv::SCALED) p = mul(p, load(tile.value_scales + v * LANES));
       store(scores + v * LANES, p);
     }
     rows.decay[r] = decay(before, now);
@@ -239,8 +256,9 @@ class Attention {
   const Sequences& sequences_;
   const float* query_;
   int64_t ld_query_;
-  const float* keys_;
-  const float* values_;
+  const KvCache& cache_;
+  const Element* keys_;
+  const Element* values_;
   const RowSink& out_;
   int group_, tokens_per_task_;
 };
@@ -248,8 +266,10 @@ class Attention {
 }  // namespace
 
 void paged_attention(const AttentionShape& shape, const AttentionOptions& options, const Sequences& sequences,
-                     const float* query, int64_t ld_query, const float* keys, const float* values, const RowSink& out) {
-  Attention(shape, options, sequences, query, ld_query, keys, values, out).run();
+                     const float* query, int64_t ld_query, const KvCache& cache, const RowSink& out) {
+  with_kv(cache.type, [&](auto kv) {
+    Attention<decltype(kv)>(shape, options, sequences, query, ld_query, cache, out).run();
+  });
 }
 
 }  // namespace hr
@@ -257,7 +277,7 @@ void paged_attention(const AttentionShape& shape, const AttentionOptions& option
 using namespace hr;
 
 HR_EXPORT void hr_paged_attention(const AttentionShape* shape, const AttentionOptions* options,
-                                  const Sequences* sequences, const float* query, int64_t ld_query, const float* keys,
-                                  const float* values, float* out, int64_t ld_out) {
-  paged_attention(*shape, *options, *sequences, query, ld_query, keys, values, RowSink::row_major(out, ld_out));
+                                  const Sequences* sequences, const float* query, int64_t ld_query, const KvCache* cache,
+                                  float* out, int64_t ld_out) {
+  paged_attention(*shape, *options, *sequences, query, ld_query, *cache, RowSink::row_major(out, ld_out));
 }

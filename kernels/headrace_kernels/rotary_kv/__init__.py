@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..dispatch import Backend, backend
 from ..native import structs
-from ..paged_attention import attention_shape
+from ..paged_attention import Scales, attention_shape, kv_cache
 from . import reference
 
 
@@ -53,13 +53,15 @@ def rotary_kv_write(
     values: Tensor,
     *,
     heads: int,
+    scales: Scales | None = None,
     on: Backend | None = None,
 ) -> None:
     """Rotates queries in place and writes keys and values to `slots` [tokens] (block · block_size + offset).
 
-    qkv is fp32 [tokens, (heads + kv_heads) · k_dim + kv_heads · v_dim]; caches as in paged_attention.
+    qkv is fp32 [tokens, (heads + kv_heads) · k_dim + kv_heads · v_dim]; caches and `scales` as in
+    paged_attention. What is stored of a head depends on that head of that token alone.
     """
-    shape = attention_shape(heads, keys, values)
+    shape, cache = attention_shape(heads, keys, values), kv_cache(keys, values, scales)
     width = (heads + shape.kv_heads) * shape.k_dim + shape.kv_heads * shape.v_dim
     if qkv.dtype != torch.float32 or qkv.ndim != 2 or qkv.shape[1] != width or not qkv.is_contiguous():
         raise ValueError(f"qkv must be contiguous fp32 [tokens, {width}]")
@@ -77,8 +79,7 @@ def rotary_kv_write(
         qkv.shape[0],
         positions.data_ptr(),
         slots.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
+        ctypes.byref(cache),
     )
 
 

@@ -6,7 +6,7 @@
 
 namespace hr {
 
-struct RotaryOptions {  // mirrored in native/library.py
+struct RotaryOptions {  // mirrored in native/structs.py
   const float* cosines;  // [positions][dims / 2], null: no rotation
   const float* sines;
   int32_t dims;         // of a head that are rotated: (i, i + dims / 2) for i < dims / 2
@@ -17,9 +17,10 @@ struct RotaryOptions {  // mirrored in native/library.py
 };
 
 // qkv[tokens][heads * k_dim + kv_heads * k_dim + kv_heads * v_dim]: queries are rotated in place, keys and values of
-// token t go to slot slots[t] = block * block_size + offset.
+// token t go to slot slots[t] = block * block_size + offset, rounded to the cache's type. Bytes are multiples of a
+// 127th of the head's largest element; a head with NaN or infinity has a scale of NaN.
 void rotary_kv_write(const AttentionShape& shape, const RotaryOptions& options, float* qkv, int tokens,
-                     const int64_t* positions, const int64_t* slots, float* keys, float* values);
+                     const int64_t* positions, const int64_t* slots, const KvCache& cache);
 
 }  // namespace hr
 
