@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from headrace.errors import HeadraceError
@@ -18,6 +20,13 @@ from worker.text.pieces import PieceTable, token_text
 from worker.text.tokenizer_files import TokenizerSource, read_tokenizer
 
 DEFAULT_MAX_CHARS = 1 << 20
+
+
+class _Description(msgspec.Struct):
+    """The little of a tokenizer.json that is read here; its vocabulary is stepped over."""
+
+    decoder: dict[str, Any] | None = None
+    added_tokens: list[dict[str, Any]] = []
 
 
 def load_tokenizer(
@@ -35,26 +44,31 @@ class TextCodec:
     """
 
     def __init__(self, source: TokenizerSource, *, max_chars: int = DEFAULT_MAX_CHARS) -> None:
-        description = json.loads(source.tokenizer_json)
+        description = msgspec.json.decode(source.tokenizer_json, type=_Description)
         self._max_chars = max_chars
         self._tokenizer = _ready(Tokenizer.from_str(source.tokenizer_json))
-        self._pieces = PieceTable(self._tokenizer, description.get("decoder"))
+        self._pieces = PieceTable(self._tokenizer, description.decoder)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         named = {name: self._tokenizer.token_to_id(text) for name, text in source.special_tokens.items()}
         self.bos_id: int | None = named.get("bos_token")
         self.eos_id: int | None = named.get("eos_token")
-        added = description.get("added_tokens", [])
+        added = description.added_tokens
         self.special_ids = frozenset(token["id"] for token in added if token["special"])
         self.special_texts = tuple(token["content"] for token in added if token["special"])
         self._add_bos = source.add_bos_token
         controls = _control_tokens(added, source.chat_template or "")
         self._control_ids = frozenset(token["id"] for token in controls) - {named.get("unk_token")}
         self._spelt: dict[str, list[int]] = {}
-        self._plain = _without_control_tokens(description, {token["content"] for token in controls})
+        self._controls = {token["content"] for token in controls}
         self._template: ChatTemplate | None = None
         if source.chat_template is not None:
             texts = [token["content"] for token in controls]
             self._template = ChatTemplate(source.chat_template, source.special_tokens, texts)
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """Made when a text first spells a control token, for it is as large as the other."""
+        return _without_control_tokens(self._tokenizer.to_str(), self._controls)
 
     @property
     def has_chat_template(self) -> bool:
@@ -180,8 +194,9 @@ def _control_tokens(added: Sequence[Mapping[str, Any]], template: str) -> list[M
     return [t for t in added if t["special"] or (t["content"].strip() and t["content"] in template)]
 
 
-def _without_control_tokens(description: Mapping[str, Any], controls: set[str]) -> Tokenizer:
+def _without_control_tokens(tokenizer_json: str, controls: set[str]) -> Tokenizer:
     """The same tokenizer, reading the spelling of a control token as ordinary text."""
+    description = json.loads(tokenizer_json)
     added = [{**t, "special": t["special"] or t["content"] in controls} for t in description["added_tokens"]]
     tokenizer = _ready(Tokenizer.from_str(json.dumps({**description, "added_tokens": added})))
     tokenizer.encode_special_tokens = True
