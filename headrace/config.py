@@ -28,6 +28,7 @@ _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|URL")
 _MEMORY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>B|KiB|MiB|GiB|TiB|KB|MB|GB|TB|%)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+AUTO = "auto"
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -113,8 +114,19 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
         int, Meta(ge=0, description="KV cache blocks; 0: as many as kv_memory holds.")
     ] = 0
     kv_memory: Annotated[
-        str, Meta(description="Memory of the KV cache: a size (1GiB) or a share of what is free (50%).")
-    ] = "1GiB"
+        str,
+        Meta(
+            description="Most memory of the KV cache: a size (1GiB), a share of what is free (50%), or auto: "
+            "512 tokens for each sequence, at least one full context, at most half of what is free."
+        ),
+    ] = AUTO
+    kv_dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"],
+        Meta(
+            description="How keys and values are kept; auto: as the model computes, int8 with int8 "
+            "activations. fp8 needs a GPU."
+        ),
+    ] = "auto"
     block_size: Annotated[int, Meta(ge=1, description="Tokens in a KV cache block.")] = 16
     batching: Annotated[
         Literal["continuous", "static", "dynamic"],
@@ -175,7 +187,8 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            parse_memory(self.kv_memory, free_bytes=2**40)
+            if self.kv_memory != AUTO:
+                parse_memory(self.kv_memory, free_bytes=2**40)
         except ValueError as problem:
             raise ConfigError(_bad("kv_memory", self.kv_memory, str(problem))) from None
         if not self.model_name:
@@ -341,7 +354,7 @@ def parse_memory(text: str, *, free_bytes: int) -> int:
     """Bytes of a size (`512MiB`, `1GiB`, `2GB`) or of a share of `free_bytes` (`50%`). Raises ValueError."""
     match = _MEMORY.fullmatch(text.strip())
     if match is None:
-        raise ValueError("a size like 512MiB or 1GiB, or a share of the free memory like 50%")
+        raise ValueError("auto, a size like 512MiB or 1GiB, or a share of the free memory like 50%")
     number, unit = float(match["number"]), (match["unit"] or "").lower()
     if unit == "%" and number > 100:
         raise ValueError("a share of at most 100%")

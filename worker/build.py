@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from headrace import PROTOCOL_VERSION, __version__
-from headrace.config import ConfigError, WorkerSettings, env_name, parse_memory
+from headrace.config import AUTO, ConfigError, WorkerSettings, env_name, parse_memory
 from worker import simulated
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("headrace.worker")
 
+TYPICAL_TOKENS = 512  # of a job, prompt and answer, where nothing else is known
+AUTO_SHARE_CPU = 0.5  # of free memory, at most
+AUTO_SHARE_GPU = 0.7  # the rest is for activations and captured graphs
 STATIC_WAIT_S = 1.0  # static batching waits for a full batch; this bounds it at the end of a load
 
 
@@ -63,6 +66,7 @@ def build_real(settings: WorkerSettings) -> Built:
     # Imported late: a rehearsal needs no torch.
     from worker.model.loader import load
     from worker.model.runner import ModelRunner
+    from worker.model.trim import trim_memory
 
     os.environ[env_name("kernels")] = settings.kernels  # where the kernels look for it, also if set by a flag
 
@@ -73,6 +77,7 @@ def build_real(settings: WorkerSettings) -> Built:
         threads=settings.threads or None,
         weights=settings.weights,
         activations=settings.activations,
+        kv_dtype=settings.kv_dtype,
         trust_remote_code=settings.trust_remote_code,
         cache_dir=settings.cache_dir,
     )
@@ -96,18 +101,15 @@ def build_real(settings: WorkerSettings) -> Built:
         fingerprint=loaded.fingerprint,
     )
     card = fixed_card(settings, served, num_blocks)
+    trim_memory()  # the tokenizer's text, and what else was needed once
     card |= {"checkpoint": loaded.name, "exact": int(loaded.exact), "device": str(loaded.device)}
     return Built(Engine(scheduler, runner, time.monotonic), served, card)
 
 
 def num_kv_blocks(settings: WorkerSettings, loaded: LoadedModel) -> int:
     """Blocks of the KV cache: as set, else what `kv_memory` holds, never more than free memory."""
-    if settings.num_kv_blocks:
-        return settings.num_kv_blocks
     bytes_per_block = loaded.kv_bytes_per_token * settings.block_size
-    free_bytes = _free_bytes(loaded)
-    wanted = parse_memory(settings.kv_memory, free_bytes=free_bytes)
-    num_blocks = min(wanted, free_bytes) // bytes_per_block
+    num_blocks = settings.num_kv_blocks or _kv_bytes(settings, loaded) // bytes_per_block
     if num_blocks < 1:
         raise ConfigError(
             f"HEADRACE_KV_MEMORY={settings.kv_memory}: a block of {settings.block_size} tokens takes "
@@ -118,8 +120,25 @@ def num_kv_blocks(settings: WorkerSettings, loaded: LoadedModel) -> int:
         num_blocks=num_blocks,
         tokens=num_blocks * settings.block_size,
         mib=num_blocks * bytes_per_block >> 20,
+        kv_dtype=str(loaded.kv_dtype).removeprefix("torch."),
     )
     return num_blocks
+
+
+def _kv_bytes(settings: WorkerSettings, loaded: LoadedModel) -> int:
+    """`auto` on a CPU: room for max_num_seqs jobs of typical length, and for one of the full context.
+
+    That is an upper bound: memory is taken as blocks are first used. A GPU takes all at once, and has little
+    else to keep it for.
+    """
+    free_bytes = _free_bytes(loaded)
+    if settings.kv_memory != AUTO:
+        return min(parse_memory(settings.kv_memory, free_bytes=free_bytes), free_bytes)
+    if loaded.device.type == "cuda":
+        return int(free_bytes * AUTO_SHARE_GPU)
+    tokens = max(settings.max_num_seqs * TYPICAL_TOKENS, loaded.max_model_len)
+    whole_blocks = -(-tokens // settings.block_size) * settings.block_size
+    return min(whole_blocks * loaded.kv_bytes_per_token, int(free_bytes * AUTO_SHARE_CPU))
 
 
 def _free_bytes(loaded: LoadedModel) -> int:

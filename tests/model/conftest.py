@@ -99,14 +99,19 @@ def make_prompts(count: int, vocab: int, longest: int, seed: int = 7) -> list[li
 
 
 def tiny_runner(
-    config: Any, *, num_blocks: int = 200, block_size: int = 16, fused: bool = True
+    config: Any,
+    *,
+    num_blocks: int = 200,
+    block_size: int = 16,
+    fused: bool = True,
+    kv_dtype: str = "auto",
 ) -> ModelRunner:
     """A runner over a random model of a transformers configuration."""
-    loaded, _ = tiny_model(config, fused=fused)
+    loaded, _ = tiny_model(config, fused=fused, kv_dtype=kv_dtype)
     return ModelRunner(loaded, num_blocks=num_blocks, block_size=block_size)
 
 
-def tiny_model(config: Any, *, fused: bool = True) -> tuple[LoadedModel, Any]:
+def tiny_model(config: Any, *, fused: bool = True, kv_dtype: str = "auto") -> tuple[LoadedModel, Any]:
     """A random model made ready, and an untouched copy of it that runs transformers' own attention."""
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +126,14 @@ def tiny_model(config: Any, *, fused: bool = True) -> tuple[LoadedModel, Any]:
             centre = 1.0 if "norm" in name and "weight" in name else 0.0
             tensor.copy_(centre + scale * torch.randn_like(tensor))
     ours.load_state_dict(plain.state_dict())
-    loaded = prepare(ours, name="tiny", folder=Path("nowhere"), device=torch.device("cpu"), fused=fused)
+    loaded = prepare(
+        ours,
+        name="tiny",
+        folder=Path("nowhere"),
+        device=torch.device("cpu"),
+        fused=fused,
+        kv_dtype=kv_dtype,
+    )
     return loaded, plain
 
 

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from headrace.messages import SamplingParams
+from worker.model.kv import KV_DTYPES
 from worker.model.runner import ModelRunner
 
 CROWDS = (1, 2, 3, 5, 8, 16, 33)
 
 
-@pytest.fixture(scope="module", params=["fused", "packed"])
+WAYS = ("fused", "packed", "fused fp16", "fused bf16", "fused int8", "packed int8")
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def tiny_llama(kit: SimpleNamespace, request: pytest.FixtureRequest) -> ModelRunner:
     from transformers import LlamaConfig
 
@@ -29,8 +33,12 @@ def tiny_llama(kit: SimpleNamespace, request: pytest.FixtureRequest) -> ModelRun
         head_dim=20,
         max_position_embeddings=512,
     )
-    runner: ModelRunner = kit.tiny_runner(config, num_blocks=400, fused=request.param == "fused")
+    way, _, kv_dtype = request.param.partition(" ")
+    runner: ModelRunner = kit.tiny_runner(
+        config, num_blocks=400, fused=way == "fused", kv_dtype=kv_dtype or "auto"
+    )
     assert runner.loaded.exact
+    assert runner.loaded.kv_dtype == runner.kv.k[0].dtype == KV_DTYPES[kv_dtype or "fp32"]
     return runner
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,19 +113,22 @@ def test_same_tokens_as_the_torch_sampler() -> None:
     assert {k: e.code for k, e in got.failed.items()} == {5: "non_finite"}
 
 
-def test_the_runner_takes_triton_all_the_way(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp16", "int8"])
+def test_the_runner_takes_triton_all_the_way(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+) -> None:
     """Loader, runner and sampler with the backend chosen, beside the same model without it."""
     from headrace_kernels import dispatch
-    from worker.model import fused
+    from worker.model import fused, loader
     from worker.model.runner import ModelRunner
 
     prompts = [[5, 9, 4], [7] * 20]
     outputs = []
     for name in ("torch", "triton"):
         chosen = dispatch.resolve(name)
-        for module in (dispatch, fused):
+        for module in (dispatch, fused, loader):
             monkeypatch.setattr(module, "backend", lambda chosen=chosen: chosen)
-        loaded, _ = kit.tiny_model(transformers.LlamaConfig(**SMALL))
+        loaded, _ = kit.tiny_model(transformers.LlamaConfig(**SMALL), kv_dtype=kv_dtype)
         assert loaded.forward.way == ("triton" if name == "triton" else "packed")
         some = [
             kit.Sequence(p, SamplingParams(temperature=t), seed=4)
@@ -180,7 +184,8 @@ def test_replayed_graphs_give_the_bits_of_plain_steps(kit: SimpleNamespace) -> N
     model = plain_model("LlamaConfig")
     reference = make_reference(model, 101, 64, CPU)
     loaded, _ = kit.tiny_model(transformers.LlamaConfig(**SMALL))
-    loaded.forward = models.try_triton(model, reference, DEVICE, torch.float32)
+    found = models.try_triton(model, reference, DEVICE, torch.float32)
+    loaded = replace(loaded, forward=found, device=DEVICE)
     runners = [ModelRunner(loaded, num_blocks=20, block_size=16, graphs=on) for on in (False, True)]
     assert isinstance(runners[1].forward, GraphedModel)
     outputs = []

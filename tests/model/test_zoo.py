@@ -143,7 +143,7 @@ def test_packed_model_equals_eager(kit: SimpleNamespace, name: str, way: str) ->
 
 def test_gpt2_linears_are_replaced_too(kit: SimpleNamespace) -> None:
     loaded, _ = kit.tiny_model(config_of("gpt2"))
-    kinds = {type(m).__name__ for m in loaded.model.modules()}
+    kinds = {type(m).__name__ for m in loaded.forward.model.modules()}
     assert "Conv1D" not in kinds
     assert "Linear" not in kinds
 
@@ -151,7 +151,7 @@ def test_gpt2_linears_are_replaced_too(kit: SimpleNamespace) -> None:
 @pytest.mark.parametrize("kind", ["BloomConfig", "FalconConfig"])
 def test_a_model_with_its_own_attention_is_refused(kit: SimpleNamespace, kind: str) -> None:
     from headrace.models import ModelError
-    from worker.model.attention import UnsupportedModel
+    from worker.model.checkpoint import UnsupportedModel
 
     config = getattr(transformers, kind)(
         vocab_size=101, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, n_head=4, n_layer=2

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headrace_kernels import dispatch
+from worker.model.checkpoint import UnsupportedModel
 from worker.model.inputs import StepInputs
 from worker.model.kv import KVCache, LayerShape
 from worker.model.tiles import AttentionCall, TiledAttention
 
 NAME = "headrace"
 _ATTRIBUTE = "headrace_context"
-
-
-class UnsupportedModel(Exception):
-    """The model cannot run packed; the message says why in one line."""
 
 
 class StepAttention(Protocol):

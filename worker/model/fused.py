@@ -11,81 +11,43 @@ from typing import Any
 
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace_kernels.decoder_step import CompiledDecoder, DecoderShape, LayerWeights, gate_up_rows
 from headrace_kernels.dispatch import backend
-from headrace_kernels.paged_attention import MAX_GROUP, pack_sequences
-from worker.model.inputs import StepInputs
-from worker.model.kv import KVCache, LayerShape
+from headrace_kernels.paged_attention import MAX_GROUP
+from worker.model.compiled import CompiledModel, Tables
+from worker.model.kv import LayerShape
 from worker.model.packed import PackedModel
-from worker.model.selftest import (
-    TOLERANCE,
-    Reference,
-    bits_agree,
-    crowded_logits,
-    disagreement,
-    self_test_cache,
-)
+from worker.model.selftest import Reference, passes, tolerance
 from worker.model.stored import Forms, WeightSource, stack
 from worker.model.structure import DecoderParts, LayerParts, NotFusable, Rotation, find_structure, half_tables
 
 log = structlog.get_logger()
-TABLE_STEP = 1024  # positions by which the rotary tables grow
 EXACT = Forms()
-LOSSY_TOLERANCE = 0.3  # of the largest logit: tells a coarse model from a wrong one
 
 
-class FusedModel:
-    """Same interface as PackedModel. Raises NotFusable for models that the compiled step cannot compute."""
+def compile_model(packed: PackedModel, *, gguf: Path | None = None, forms: Forms = EXACT) -> CompiledModel:
+    """Raises NotFusable for models that the compiled step cannot compute."""
+    model, layers = packed.model, packed.layers
+    _check_shapes(layers)
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    parts = find_structure(packed, embedding.weight.shape[0])
+    rotations = _distinct_rotations(parts)
 
-    way = "fused"
+    def tables(positions: int) -> Tables:
+        wanted = torch.arange(positions)[None]
+        return [half_tables(*r.source(wanted), r.interleaved) for r in rotations]
 
-    def __init__(self, packed: PackedModel, *, gguf: Path | None = None, forms: Forms = EXACT) -> None:
-        self.model = packed.model
-        self.layers = packed.layers
-        _check_shapes(self.layers)
-        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        parts = find_structure(packed, embedding.weight.shape[0])
-        self._rotations = _distinct_rotations(parts)
-        self.decoder = _compile(parts, self.layers[0], WeightSource(self.model, gguf, forms), self._rotations)
-        self._cache: KVCache | None = None
-        self._positions = 0
-        self._grow_tables(1)
+    return CompiledModel(
+        _compile(parts, layers[0], WeightSource(model, gguf, forms), rotations), layers, tables
+    )
 
-    def logits(self, inputs: StepInputs, kv: KVCache, rows: Tensor) -> Tensor:
-        """Write this step's keys and values; the logits [R, vocab] fp32 of the packed tokens `rows` [R]."""
-        if kv is not self._cache:
-            self._bind(kv)
-        self._grow_tables(int(inputs.kv_lens.max()))
-        sequences = pack_sequences(inputs.cu_seqlens, inputs.starts, inputs.block_tables, inputs.block_size)
-        self.decoder.library.hr_set_threads(torch.get_num_threads())
-        return self.decoder.step(
-            inputs.token_ids[0], inputs.positions[0], inputs.slots, sequences, rows.contiguous()
-        )
 
-    def drop_weights(self) -> None:
-        """Free the model's own weights, which have been packed; shapes and dtypes stay."""
-        for parameter in self.model.parameters():
-            parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-
-    def _bind(self, kv: KVCache) -> None:
-        """The same memory, block for block; inside a block, the order that the attention kernel reads."""
-        keys, values = [], []
-        for layer, k, v in zip(kv.layers, kv.k, kv.v, strict=True):
-            blocks, block_size = k.shape[:2]
-            keys.append(k.view(blocks, layer.kv_heads, layer.k_dim, block_size))
-            values.append(v.view(blocks, layer.kv_heads, block_size, layer.v_dim))
-        self.decoder.bind(keys, values)
-        self._cache = kv
-
-    @torch.inference_mode()
-    def _grow_tables(self, positions: int) -> None:
-        if positions <= self._positions:
-            return
-        self._positions = -(-positions // TABLE_STEP) * TABLE_STEP
-        wanted = torch.arange(self._positions)[None]
-        self.decoder.set_tables([half_tables(*r.source(wanted), r.interleaved) for r in self._rotations])
+def drop_weights(model: nn.Module) -> None:
+    """Free the model's own weights, which have been packed; shapes and dtypes stay."""
+    for parameter in model.parameters():
+        parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
 
 def _check_shapes(layers: tuple[LayerShape, ...]) -> None:
@@ -179,8 +141,14 @@ def _padded(bias: Tensor | None, rows: list[int]) -> Tensor | None:
 
 
 def try_fused(
-    packed: PackedModel, reference: Reference, *, gguf: Path | None, threads: int, forms: Forms = EXACT
-) -> FusedModel | None:
+    packed: PackedModel,
+    reference: Reference,
+    *,
+    gguf: Path | None,
+    threads: int,
+    forms: Forms = EXACT,
+    kv_dtype: torch.dtype = torch.float32,
+) -> CompiledModel | None:
     """The compiled form, if the kernels run here and it gives transformers' logits and equal bits in a crowd.
 
     None otherwise, with the reason in the log; the model is then as it was.
@@ -188,16 +156,12 @@ def try_fused(
     if backend().name != "cpu":
         return None
     try:
-        fused = FusedModel(packed, gguf=gguf, forms=forms)
+        fused = compile_model(packed, gguf=gguf, forms=forms)
     except NotFusable as problem:
         log.info("not_fused", reason=str(problem))
         return None
-    kv = self_test_cache(fused, torch.float32, torch.device("cpu"))
-    crowd = crowded_logits(fused, reference.prompts, kv)
-    error = disagreement(crowd, reference)
-    tolerance = TOLERANCE[torch.float32] if forms.lossless else LOSSY_TOLERANCE
-    if error <= tolerance and bits_agree(fused, reference.prompts, kv, crowd, threads):
-        fused.drop_weights()
-        return fused
-    log.warning("not_fused", reason="it differs from transformers", error=error)
-    return None
+    allowed = tolerance(torch.float32, kv_dtype, lossy=not forms.lossless)
+    if not passes(fused, reference, kv_dtype, torch.device("cpu"), allowed=allowed, threads=threads):
+        return None
+    drop_weights(packed.model)
+    return fused

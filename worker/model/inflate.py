@@ -27,7 +27,7 @@ def inflated_folder(gguf: Path, cache_dir: Path) -> Path:
 
     It is written under another name and renamed when whole, so a killed process leaves nothing half done.
     """
-    folder = cache_dir / "inflated" / f"{gguf.stem}-{_identity(gguf)}"
+    folder = _folder_of(gguf, cache_dir)
     if _is_whole(folder):
         return folder
     log.info("inflating a GGUF file, once", file=gguf.name, into=str(folder))
@@ -45,6 +45,10 @@ def inflated_folder(gguf: Path, cache_dir: Path) -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def is_inflated(gguf: Path, cache_dir: Path) -> bool:
+    return _is_whole(_folder_of(gguf, cache_dir))
 
 
 def inflate_model(gguf: Path) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -76,7 +80,11 @@ def _inflate(gguf: Path, folder: Path) -> None:
     (folder / _DONE).write_text(json.dumps(done) + "\n")
 
 
-def _identity(gguf: Path) -> str:
+def _folder_of(gguf: Path, cache_dir: Path) -> Path:
+    return cache_dir / "inflated" / f"{gguf.stem}-{file_identity(gguf)}"
+
+
+def file_identity(gguf: Path) -> str:
     """Names the file's content without reading all of it: size, modification time, head and tail."""
     stat = gguf.stat()
     digest = hashlib.blake2b(f"{FORMAT} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6)

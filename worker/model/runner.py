@@ -50,7 +50,7 @@ class ModelRunner:
         graphs: bool = True,
     ) -> None:
         self.loaded = loaded
-        self.kv = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        self.kv = KVCache(loaded.layers, num_blocks, block_size, loaded.kv_dtype, loaded.device)
         self.forward = loaded.forward
         # Triton's model copies them itself, all at once where a graph is replayed.
         self._inputs_device = torch.device("cpu") if loaded.forward.way == "triton" else loaded.device

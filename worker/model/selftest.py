@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -15,9 +16,12 @@ from worker.model.inputs import StepInputs, build_inputs
 from worker.model.kv import KVCache, LayerShape
 from worker.model.threads import torch_threads
 
+log = structlog.get_logger()
 BLOCK_SIZE = 16
 LENGTHS = (24, 7)
-TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}  # of the largest logit
+KV_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 8e-2, torch.int8: 8e-2, torch.float8_e4m3fn: 0.2}
+LOSSY_TOLERANCE = 0.3  # tells a coarse model from a wrong one
 
 
 class Forward(Protocol):
@@ -55,6 +59,33 @@ def _plain_logits(model: Any, prompt: list[int], device: torch.device) -> Tensor
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, -1].float()
 
 
+def tolerance(arithmetic: torch.dtype, kv_dtype: torch.dtype, *, lossy: bool = False) -> float:
+    """How far from transformers' logits rounding may take ours, as a share of the largest.
+
+    `lossy`: weights or activations are coarser than the checkpoint's.
+    """
+    return max(TOLERANCE[arithmetic], KV_TOLERANCE.get(kv_dtype, 0.0), LOSSY_TOLERANCE if lossy else 0.0)
+
+
+def passes(
+    forward: Forward,
+    reference: Reference,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    allowed: float,
+    threads: int,
+) -> bool:
+    """Whether a crowded step gives the reference's logits within `allowed`, and the bits of one alone."""
+    kv = self_test_cache(forward, kv_dtype, device)
+    crowd = crowded_logits(forward, reference.prompts, kv)
+    error = disagreement(crowd, reference)
+    if error <= allowed and bits_agree(forward, reference.prompts, kv, crowd, threads):
+        return True
+    log.warning("not_fused", reason="it differs from transformers", error=error)
+    return False
+
+
 def disagreement(crowd: list[Tensor], reference: Reference) -> float:
     """The largest difference of logits to the reference, relative to its largest logit."""
     worst = 0.0
@@ -77,8 +108,8 @@ def bits_agree(
     return True
 
 
-def self_test_cache(forward: Forward, dtype: torch.dtype, device: torch.device) -> KVCache:
-    return KVCache(forward.layers, 3 * len(LENGTHS), BLOCK_SIZE, dtype, device)
+def self_test_cache(forward: Forward, kv_dtype: torch.dtype, device: torch.device) -> KVCache:
+    return KVCache(forward.layers, 3 * len(LENGTHS), BLOCK_SIZE, kv_dtype, device)
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from worker.model.attention import UnsupportedModel
+from worker.model.checkpoint import UnsupportedModel
 
 _WHOLE = "embedding_rowwise"  # a lookup, which gains nothing from being cut
 _KINDS = ("colwise", "rowwise", "colwise_gather_output", "colwise_rep")

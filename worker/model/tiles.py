@@ -92,7 +92,7 @@ class TiledAttention:
         padded = query.new_zeros(num_seqs, kv_heads, max(group, MIN_ROWS), dim)
         padded[:, :, :group] = query.view(num_seqs, kv_heads, group, dim)
         q = padded.index_select(0, tiles.sequence).flatten(0, 1)
-        k, v = self._gather(layer, rows, num_tiles * kv_heads)
+        k, v = self._gather(layer, rows, num_tiles * kv_heads, query.dtype)
         scores = (
             _scores(q, k, call).view(num_tiles, kv_heads, -1, TILE).masked_fill_(tiles.masked, -torch.inf)
         )
@@ -119,7 +119,7 @@ class TiledAttention:
         if padding:
             q = torch.cat([q, q.new_zeros(kv_heads, padding, group, dim)], dim=1)
         q = q.reshape(kv_heads, -1, dim)
-        k, v = self._gather(layer, rows, num_tiles * kv_heads)
+        k, v = self._gather(layer, rows, num_tiles * kv_heads, query.dtype)
         k, v = k.view(num_tiles, kv_heads, TILE, -1), v.view(num_tiles, kv_heads, TILE, -1)
         scores = [_masked(_scores(q, k[t], call), m, group) for t, m in enumerate(tiles.masked)]
         peak = scores[0].amax(-1)
@@ -139,10 +139,9 @@ class TiledAttention:
         out = (out / total.unsqueeze(-1)).view(kv_heads, -1, group, v.shape[-1])[:, :tokens]
         return out.transpose(0, 1).reshape(tokens, heads, -1)
 
-    def _gather(self, layer: int, rows: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
-        k = self.kv.k[layer].flatten(0, 2).index_select(0, rows).view(num_tiles, TILE, -1)
-        v = self.kv.v[layer].flatten(0, 2).index_select(0, rows).view(num_tiles, TILE, -1)
-        return k, v
+    def _gather(self, layer: int, rows: Tensor, num_tiles: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k, v = self.kv.read(layer, rows, dtype)
+        return k.view(num_tiles, TILE, -1), v.view(num_tiles, TILE, -1)
 
     def _head_rows(self, slots: Tensor, kv_heads: int, window: int | None, item: int) -> Tensor:
         """Rows of a layer's [slots · kv_heads, dim] view in the order tile, head, key."""

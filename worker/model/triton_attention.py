@@ -46,4 +46,5 @@ class TritonAttention:
             window=call.window or 0,
             softcap=call.softcap or 0.0,
             sinks=call.sinks,
+            scales=self.kv.scales(layer),
         )

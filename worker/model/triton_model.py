@@ -22,14 +22,7 @@ from headrace_kernels.rotary_kv.triton import Rotary, rotary_kv_write
 from worker.model.inputs import StepInputs
 from worker.model.kv import KVCache, LayerShape
 from worker.model.packed import PackedModel
-from worker.model.selftest import (
-    TOLERANCE,
-    Reference,
-    bits_agree,
-    crowded_logits,
-    disagreement,
-    self_test_cache,
-)
+from worker.model.selftest import Reference, passes, tolerance
 from worker.model.structure import (
     DecoderParts,
     LayerParts,
@@ -130,8 +123,9 @@ class TritonModel:
     def _attend(self, number: int, layer: Layer, h: Tensor, step: DeviceStep, kv: KVCache) -> Tensor:
         keys, values = kernel_caches(kv, number)
         how, call = self._rotary(layer.parts), layer.parts.call
+        scales, qkv = kv.scales(number), layer.qkv(h)
         query = rotary_kv_write(
-            layer.qkv(h), how, step.positions, step.slots, keys, values, heads=self.parts.heads
+            qkv, how, step.positions, step.slots, keys, values, heads=self.parts.heads, scales=scales
         )
         out = paged_attention(
             query,
@@ -142,6 +136,7 @@ class TritonModel:
             window=call.window or 0,
             softcap=call.softcap or 0.0,
             sinks=None if call.sinks is None else self._on_device(call.sinks),
+            scales=scales,
         )
         return layer.output(out.flatten(1))
 
@@ -207,7 +202,11 @@ def _key(rotation: Rotation) -> tuple[int, bool]:
 
 
 def try_triton(
-    model: Any, reference: Reference, device: torch.device, dtype: torch.dtype
+    model: Any,
+    reference: Reference,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> TritonModel | None:
     """The model through Triton's kernels, if it gives transformers' logits and equal bits in a crowd.
 
@@ -224,14 +223,10 @@ def try_triton(
         log.info("not_fused", reason=str(problem))
         _move(model, before)
         return None
-    kv = self_test_cache(found, dtype, device)
-    crowd = crowded_logits(found, reference.prompts, kv)
-    error = disagreement(crowd, reference)
-    if error <= TOLERANCE[dtype] and bits_agree(found, reference.prompts, kv, crowd, 1):
+    if passes(found, reference, kv_dtype, device, allowed=tolerance(dtype, kv_dtype), threads=1):
         for parameter in model.parameters():
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         return found
-    log.warning("not_fused", reason="it differs from transformers", error=error)
     _move(model, before)
     return None
 
