@@ -55,6 +55,8 @@ def test_names_of_the_other_service_and_of_tests_are_accepted() -> None:
         ("HEADRACE_POOL", "a b"),
         ("HEADRACE_KV_MEMORY", "lots"),
         ("HEADRACE_KV_MEMORY", "101%"),
+        ("HEADRACE_KV_MEMORY", "0"),
+        ("HEADRACE_KV_DTYPE", "int4"),
         ("HEADRACE_METRICS_PORT", "65536"),
         ("HEADRACE_REDIS_URL", "localhost:6379"),
         ("HEADRACE_TARGET_ITL_MS", "nan"),

@@ -99,6 +99,7 @@ def load(
             how: dict[str, Any] = {"gguf": gguf, "forms": forms, "kv_dtype": kv_dtype, "place": place}
             loaded = prepare(hf, name=name, folder=folder, device=where, **how)
             del hf
+            gc.collect()  # its modules refer to each other
     trim_memory()
     log.info(
         "model loaded",

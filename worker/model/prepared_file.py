@@ -105,7 +105,7 @@ def read_prepared(place: Path) -> Prepared:
             raise ValueError("another format")
         size = int.from_bytes(file.read(8), "little")
         header = msgspec.json.decode(file.read(size), type=_Header)
-        return _Reader(place, file, _aligned(file.tell()), header).read()
+        return _Reader(file, _aligned(file.tell()), header).read()
 
 
 class _Writer:
@@ -172,8 +172,8 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self, place: Path, file: BinaryIO, start: int, header: _Header) -> None:
-        self.place, self.file, self.start, self.header = place, file, start, header
+    def __init__(self, file: BinaryIO, start: int, header: _Header) -> None:
+        self.file, self.start, self.header = file, start, header
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.tables: list[tuple[Tensor, Tensor]] = []
 
@@ -189,7 +189,7 @@ class _Reader:
             into = into[count:]
         if _word_sum(self.memory) & _SUM_BITS != header.checksum:
             raise ValueError("its content has changed")
-        mapped = torch.from_numpy(np.memmap(self.place, np.uint8, "c", self.start))
+        mapped = torch.from_numpy(np.memmap(self.file, np.uint8, "c", self.start))
         self.tables = [(self._in(mapped, c), self._in(mapped, s)) for c, s in header.tables]
         embedding = self._weight(header.embedding)
         decoder = CompiledDecoder(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 
 
 def trim_memory() -> None:
-    """Collects what refers to itself, and gives the allocator's free pages back. Without glibc: collects."""
-    gc.collect()
+    """Gives the allocator's free pages back. Does nothing where the C library is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -159,8 +159,8 @@ class CompiledDecoder:
                 raise ValueError("the caches do not fit the projections")
         self._caches = (keys, values, scales)
         self._decoder.shape = shape
-        by_layer = zip(self._layers, keys, values, scales or [None] * len(keys), strict=True)
-        for struct, k, v, s in by_layer:
+        by_layer: Sequence[Scales | None] = scales or [None for _ in keys]
+        for struct, k, v, s in zip(self._layers, keys, values, by_layer, strict=True):
             struct.cache = kv_cache(k, v, s)
 
     def set_tables(self, tables: Sequence[tuple[Tensor, Tensor]]) -> None:
