@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -45,7 +46,10 @@ local redis = {
 """
 
 
-@pytest.fixture(params=["default", "bundled", "valkey"])
+KINDS = ["default", "bundled", *(["valkey"] if shutil.which("valkey-server") else [])]
+
+
+@pytest.fixture(params=KINDS)
 def server(request: pytest.FixtureRequest, redis_servers: Callable[[str], Any]) -> Any:
     return redis_servers(request.param)
 
