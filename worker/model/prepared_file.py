@@ -204,9 +204,9 @@ class _Reader:
         return Prepared(CompiledModel(decoder, shapes, _first_rows(self.tables)), header.facts, reference)
 
     def _layer(self, layer: _Layer) -> LayerWeights:
-        weights = {name: self._weight(w) for name, w in layer.weights.items()}
-        tensors = {name: self._tensor(number) for name, number in layer.tensors.items()}
-        return LayerWeights(**weights, **tensors, **layer.others)
+        parts: dict[str, Any] = {name: self._weight(w) for name, w in layer.weights.items()}
+        parts |= {name: self._tensor(number) for name, number in layer.tensors.items()}
+        return LayerWeights(**parts, **layer.others)
 
     def _weight(self, w: _Weight) -> matmul.PackedWeight:
         bias = None if w.bias is None else self._tensor(w.bias)
