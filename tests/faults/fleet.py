@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import redis
 
 WAIT_S = 20.0
@@ -36,6 +37,33 @@ def eventually(look: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
         assert time.monotonic() < end_s, f"still {value!r} after {timeout_s} s"
         time.sleep(0.01)
     return value
+
+
+def use_everything(url: str, key: str, model: str, hook: str) -> str:
+    """Uses each part of a gateway once. The id of a job that tells `hook` of its end."""
+    body = {"model": model, "prompt": "everything", "max_tokens": 4, "temperature": 0}
+    with httpx.Client(base_url=url, timeout=30, headers={"Authorization": f"Bearer {key}"}) as http:
+
+        def asked(method: str, path: str, **options: Any) -> Any:
+            answer = http.request(method, path, **options)
+            assert answer.status_code < 300, f"{path}: {answer.text}"
+            return answer
+
+        assert "data: [DONE]" in asked("POST", "/v1/completions", json={**body, "stream": True}).text
+        told = asked("POST", "/v1/jobs", json={**body, "webhook": hook}).json()["id"]
+        asked("DELETE", f"/v1/jobs/{told}")
+        for path in ("models", "jobs", f"jobs/{told}", "usage", "webhooks/secret", "webhooks/deliveries"):
+            asked("GET", f"/v1/{path}")
+        said = asked("POST", "/v1/responses", json={"model": model, "input": "x", "max_output_tokens": 3})
+        asked("DELETE", f"/v1/responses/{said.json()['id']}")
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        file = asked("POST", "/v1/files", files={"file": json.dumps(line)}, data={"purpose": "batch"}).json()
+        order = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = asked("POST", "/v1/batches", json=order).json()["id"]
+        eventually(lambda: asked("GET", f"/v1/batches/{batch}").json()["status"] == "completed", 30)
+        asked("DELETE", f"/v1/files/{file['id']}")
+        asked("GET", "/metrics")
+    return str(told)
 
 
 class Fleet:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import redis
 
@@ -92,35 +89,6 @@ REFUSED_TO_ALL = (
 )
 
 
-def use_everything(url: str, key: str, hook: str) -> str:
-    """Uses each part of a gateway once. The id of a job that tells `hook` of its end."""
-    body = {"model": "smollm2", "prompt": "by ACL", "max_tokens": 4, "temperature": 0}
-    with httpx.Client(base_url=url, timeout=30, headers={"Authorization": f"Bearer {key}"}) as http:
-
-        def asked(method: str, path: str, **options: Any) -> Any:
-            answer = http.request(method, path, **options)
-            assert answer.status_code < 300, f"{path}: {answer.text}"
-            return answer
-
-        assert "data: [DONE]" in asked("POST", "/v1/completions", json={**body, "stream": True}).text
-        told = asked("POST", "/v1/jobs", json={**body, "webhook": hook}).json()["id"]
-        asked("DELETE", f"/v1/jobs/{told}")
-        for path in ("models", "jobs", f"jobs/{told}", "usage", "webhooks/secret", "webhooks/deliveries"):
-            asked("GET", f"/v1/{path}")
-        said = asked("POST", "/v1/responses", json={"model": "smollm2", "input": "x", "max_output_tokens": 3})
-        asked("DELETE", f"/v1/responses/{said.json()['id']}")
-        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-        file = asked("POST", "/v1/files", files={"file": json.dumps(line)}, data={"purpose": "batch"}).json()
-        order = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch = asked("POST", "/v1/batches", json=order).json()["id"]
-        sys.modules["fleet"].eventually(
-            lambda: asked("GET", f"/v1/batches/{batch}").json()["status"] == "completed", 30
-        )
-        asked("DELETE", f"/v1/files/{file['id']}")
-        asked("GET", "/metrics")
-    return str(told)
-
-
 @pytest.mark.parametrize(("kind", "users"), [("bundled", "users.acl"), ("default", "users-7.acl")])
 def test_users_of_a_whole_deployment(serve, tools, services, hooks, free_port, redis_servers, kind, users):
     with redis.Redis.from_url(url_of("operator", free_port)) as operator:
@@ -133,7 +101,7 @@ def test_users_of_a_whole_deployment(serve, tools, services, hooks, free_port, r
             services.tasks(url_of("tasks", free_port))
             url = services.gateway(url_of("gateway", free_port))
             key = asyncio.run(make_keys(url_of("gateway", free_port)))
-            hooks.wait_for(use_everything(url, key, hooks.url))
+            hooks.wait_for(sys.modules["fleet"].use_everything(url, key, "smollm2", hooks.url))
 
             entry = producer.xadd(pool.keys.queue("low"), {"prompt": "too long", "max_tokens": 100_000})
             job = f"low-{entry.decode()}"
