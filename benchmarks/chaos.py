@@ -30,6 +30,7 @@ from headrace.keys import Keys
 from headrace.logs import configure_logging
 from worker.simulated import Answer, make_codec
 
+SETTLE_S = 60  # for what is left when the last listener has gone
 NUMBERS = {
     "jobs": (400, 60),
     "tokens": (120, 60),
@@ -98,7 +99,7 @@ async def settled(server: Server) -> dict[str, object]:
     """What the pool still holds once every job has ended: nothing, and no key without owner or TTL."""
     keys = Keys(POOL)
     with server.client() as client:
-        for _ in range(100):
+        for _ in range(10 * SETTLE_S):
             queued = sum(client.xlen(keys.queue(c)) for c in ("high", "normal", "low"))
             leases = client.zcard(keys.leases)
             if not queued and not leases:

@@ -55,10 +55,15 @@ async def flood(client: Client, jobs: int, every_s: float) -> dict[str, float]:
 
 
 async def equals(client: Client, jobs: int) -> dict[str, float]:
-    """Jain's index over equal tenants, who arrive one flood after the other, at the time half is served."""
+    """Jain's index over equal tenants, who arrive one flood after the other.
+
+    What each was served from when the last had come until half of the rest was done.
+    """
     tenants = [f"equal-{n}" for n in range(EQUALS)]
     ids = {tenant: [await submit(client, tenant, n) for n in range(jobs // EQUALS)] for tenant in tenants}
-    ends = {tenant: [s.t_end for s in await states(client, own)] for tenant, own in ids.items()}
+    done = {tenant: await states(client, own) for tenant, own in ids.items()}
+    all_here = max(state.t_submit for own in done.values() for state in own)
+    ends = {tenant: [s.t_end for s in own if s.t_start > all_here] for tenant, own in done.items()}
     ordered = sorted(t for own in ends.values() for t in own)
     half = ordered[len(ordered) // 2]
     shares = [sum(t <= half for t in own) for own in ends.values()]

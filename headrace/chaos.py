@@ -169,9 +169,20 @@ class Crowd:
                     heard.gaps_s.append(now_s - last_s)
                 last_s = now_s
                 heard.events.append(event)
+        await self._check_state(producer, heard)
+
+    async def _check_state(self, producer: Producer, heard: Heard) -> None:
+        """What a poller sees behind the end. A server that lost its tail may have to come to it again."""
         state = await _patiently(lambda: producer.poll(heard.job_id))
+        end_s = time.monotonic() + PATIENCE_S
+        while self._may_lose and state and not state.ended and time.monotonic() < end_s:
+            await asyncio.sleep(0.1)
+            state = await _patiently(lambda: producer.poll(heard.job_id))
+        if state is None and self._may_lose:
+            heard.lost = True
+            return
         heard.attempt = state.attempt if state else 0
-        if state is None or not state.ended or state.seq != heard.events[-1].seq:
+        if state is None or not state.ended or (state.seq != heard.events[-1].seq and not self._may_lose):
             heard.fault = f"state {state and (state.status, state.seq)} after the end"
 
     def _judge(self, heard: Heard) -> str:

@@ -69,3 +69,16 @@ def test_it_refuses_what_is_not_meant_for_it(pool, chaos):
     status, _, said = chaos()
     assert status == 1
     assert "no worker" in said
+
+
+def test_the_proof_itself_in_small():
+    """`make chaos` with everything it has, once each; every third job is heard over HTTP."""
+    small = {"jobs": 9, "tokens": 40, "workers": 2, "kills": 1, "freezes": 0, "storms": 1, "pause-s": 0.2}
+    flags = [f"--{name}={value}" for name, value in {**small, "redis-kills": 1, "gateway-kills": 1}.items()]
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "benchmarks.chaos", *flags]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stdout + found.stderr
+    figures = json.loads(found.stdout)
+    assert (figures["jobs"] % 9, figures["bad_jobs"], figures["dead"]) == (0, 0, 0)
+    assert [figures[f"{what}_kills"] for what in ("redis", "gateway")] == [1, 1]
