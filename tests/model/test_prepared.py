@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.config import default_cache_dir
 from headrace_kernels.dispatch import backend
 from worker.model import prepared
 from worker.model.loader import LoadedModel, load
@@ -171,3 +172,33 @@ def test_the_second_start_imports_no_transformers(folder: Path, tmp_path: Path) 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == ["fused", False]
+
+
+PEAK = """
+import json, sys
+from worker.build import build
+from headrace.config import WorkerSettings
+built = build(WorkerSettings(activations=sys.argv[1], num_kv_blocks=1024, model=sys.argv[2], threads=2))
+cache = built.engine.runner.kv
+for tensor in (*cache.k, *cache.v, *cache.k_scales, *cache.v_scales):
+    tensor.fill_(1)
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(json.dumps([cache.num_blocks * cache.block_size, int(status["VmHWM"].split()[0]) * 1024]))
+"""
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("activations", "most"), [("fp32", 1.2e9), ("int8", 0.6e9)])
+def test_a_worker_of_the_demo_model_stays_within_its_memory(
+    demo_model: Path, activations: str, most: float
+) -> None:
+    """From the second start on, with all of 16,384 tokens' keys and values written."""
+    command = [sys.executable, "-c", PEAK, activations, str(demo_model)]
+    kept = prepared.place(demo_model, Path(default_cache_dir()), Forms(activations=activations))
+    for _ in range(1 if kept.exists() else 2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=140)
+        assert done.returncode == 0, done.stderr
+    assert kept.exists()
+    tokens, peak = json.loads(done.stdout.splitlines()[-1])
+    assert tokens == 16_384
+    assert peak < most
