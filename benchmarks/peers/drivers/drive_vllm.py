@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from channel import Answer, Clock, Request, serve
 from vllm import SamplingParams
@@ -14,7 +16,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 MAX_MODEL_LEN = 1024
 MAX_SEQUENCES = 64
-KV_BLOCK = 128  # tokens, what it takes on the CPU
+
+
+def bytes_per_token(model: str) -> int:
+    """Of its keys and values in fp32."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
 def make_engine(model: str, kv_tokens: int) -> AsyncLLM:
@@ -24,8 +32,7 @@ def make_engine(model: str, kv_tokens: int) -> AsyncLLM:
             dtype="float32",
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_SEQUENCES,
-            block_size=KV_BLOCK,
-            num_gpu_blocks_override=kv_tokens // KV_BLOCK,  # the CPU's, too
+            kv_cache_memory_bytes=kv_tokens * bytes_per_token(model),
             enable_prefix_caching=False,  # the same prompts come again
             disable_log_stats=True,
         )
