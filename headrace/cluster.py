@@ -30,6 +30,7 @@ _KEYLESS = frozenset(
     {"ACL", "CLIENT", "CONFIG", "DBSIZE", "ECHO", "FLUSHALL", "INFO", "PING", "PUBLISH", "PUBSUB", "SCRIPT"}
     | {"CLUSTER", "COMMAND", "KEYS", "ROLE", "SLOWLOG", "TIME", "WAIT"}
 )
+_HARMLESS = frozenset({"PING", "TIME"})
 _EVERYWHERE = frozenset({"SCRIPT LOAD", "SCRIPT FLUSH", "FLUSHALL", "PUBSUB NUMSUB"})
 
 
@@ -88,6 +89,9 @@ class ClusterRedis(Redis):
             return await self._everywhere(args, options)
         key = key_of(args)
         if key is None:
+            if _text(args[0]) in _HARMLESS:
+                with suppress(RedisConnectionError, OSError):  # of one node, while others may answer
+                    return await super().execute_command(*args, **options)
             return await super().execute_command(*args, **options)
         return await self.routed(
             key_slot(key),

@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import redis
 
+from headrace.places import NUM_SLOTS
+
 WAIT_S = 20.0
 
 
@@ -114,6 +116,79 @@ class Fleet:
         for process in self._processes.values():
             process.kill()
             process.wait()
+
+
+class Cluster:
+    """Three masters, and a replica of the one that has the pool `smollm2` if asked for."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2500", "--appendonly", "no")
+        flags += ("--cluster-require-full-coverage", "no")
+        self.flags = (*flags, "--repl-diskless-sync-delay", "0", "--cluster-replica-validity-factor", "0")
+        self.ports = [fleet.add(*self.flags) for _ in range(3)]
+        bounds = [0, NUM_SLOTS // 3, 2 * NUM_SLOTS // 3, NUM_SLOTS]
+        for number, port in enumerate(self.ports):
+            node = fleet.client(port)
+            node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            node.execute_command("CLUSTER", "ADDSLOTS", *range(bounds[number], bounds[number + 1]))
+            self.meet(port)
+        self.url = f"redis+cluster://127.0.0.1:1,127.0.0.1:{self.ports[1]}"
+        eventually(lambda: all(self.agrees(port) for port in self.ports), 30)
+
+    def meet(self, port: int) -> None:
+        self.fleet.client(port).execute_command("CLUSTER", "MEET", "127.0.0.1", self.ports[0])
+
+    def agrees(self, port: int) -> bool:
+        info = self.fleet.client(port).execute_command("CLUSTER", "INFO").decode()
+        wanted = (
+            "cluster_state:ok",
+            f"cluster_slots_ok:{NUM_SLOTS}",
+            f"cluster_known_nodes:{len(self.ports)}",
+        )
+        return all(f"{each}\r" in info for each in wanted)
+
+    def node_id(self, port: int) -> str:
+        return self.fleet.client(port).execute_command("CLUSTER", "MYID").decode()
+
+    def flags_of(self, port: int) -> list[str]:
+        """What the third node thinks of another."""
+        nodes = self.fleet.client(self.ports[2]).execute_command("CLUSTER", "NODES")
+        lines = nodes.splitlines() if isinstance(nodes, str) else nodes.decode().splitlines()
+        return next(line.split()[2].split(",") for line in lines if f":{port}@" in line)
+
+    def owner(self, slot: int) -> int:
+        return next(
+            first[1]
+            for start, end, first, *_ in self.fleet.client(self.ports[2]).execute_command("CLUSTER", "SLOTS")
+            if start <= slot <= end
+        )
+
+    def add_replica(self, master: int) -> int:
+        port = self.fleet.add(*self.flags)
+        self.ports.append(port)
+        self.meet(port)
+        eventually(lambda: all(self.agrees(each) for each in self.ports), 30)
+        self.fleet.client(port).execute_command("CLUSTER", "REPLICATE", self.node_id(master))
+        eventually(lambda: self.fleet.client(port).info("replication")["master_link_status"] == "up", 20)
+        return port
+
+    def move(self, slot: int, halfway: threading.Event, go_on: threading.Event) -> None:
+        """Moves a slot with its keys to another node; stops for a while when half of them are there."""
+        source = self.owner(slot)
+        target = next(port for port in self.ports if port != source)
+        old, new = self.fleet.client(source), self.fleet.client(target)
+        new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", self.node_id(source))
+        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", self.node_id(target))
+        keys = old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000)
+        for key in keys[: len(keys) // 2]:
+            old.execute_command("MIGRATE", "127.0.0.1", target, key, 0, 5000)
+        halfway.set()
+        go_on.wait(10)
+        while keys := old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            old.execute_command("MIGRATE", "127.0.0.1", target, "", 0, 5000, "KEYS", *keys)
+        for node in (new, old):
+            node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", self.node_id(target))
 
 
 class Services:

@@ -19,7 +19,7 @@ from headrace.client import Client
 from headrace.cluster import ClusterRedis
 from headrace.connect import connect, connect_sync
 from headrace.keys import ARQ_TAG, POOLS, Keys
-from headrace.places import NUM_SLOTS, key_slot
+from headrace.places import key_slot
 from headrace.tenants import Policy, TenantStore
 
 pytestmark = [pytest.mark.redis, pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -28,88 +28,18 @@ OTHER = "second"  # a pool whose slot is on another node than that of `smollm2`
 TOKENS = 100
 
 
-class Cluster:
-    """Three masters, and a replica of the one that has the pool `smollm2` if asked for."""
-
-    def __init__(self, fleet: Any, tools: Any) -> None:
-        self.fleet, self.tools = fleet, tools
-        flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2500", "--appendonly", "no")
-        flags += ("--cluster-require-full-coverage", "no")
-        self.flags = (*flags, "--repl-diskless-sync-delay", "0", "--cluster-replica-validity-factor", "0")
-        self.ports = [fleet.add(*self.flags) for _ in range(3)]
-        bounds = [0, NUM_SLOTS // 3, 2 * NUM_SLOTS // 3, NUM_SLOTS]
-        for number, port in enumerate(self.ports):
-            node = fleet.client(port)
-            node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            node.execute_command("CLUSTER", "ADDSLOTS", *range(bounds[number], bounds[number + 1]))
-            self.meet(port)
-        self.url = f"redis+cluster://127.0.0.1:1,127.0.0.1:{self.ports[1]}"
-        tools.eventually(lambda: all(self.agrees(port) for port in self.ports), 30)
-
-    def meet(self, port: int) -> None:
-        self.fleet.client(port).execute_command("CLUSTER", "MEET", "127.0.0.1", self.ports[0])
-
-    def agrees(self, port: int) -> bool:
-        info = self.fleet.client(port).execute_command("CLUSTER", "INFO").decode()
-        return "cluster_state:ok" in info and f"cluster_known_nodes:{len(self.ports)}\r" in info
-
-    def node_id(self, port: int) -> str:
-        return self.fleet.client(port).execute_command("CLUSTER", "MYID").decode()
-
-    def flags_of(self, port: int) -> list[str]:
-        """What the third node thinks of another."""
-        nodes = self.fleet.client(self.ports[2]).execute_command("CLUSTER", "NODES")
-        lines = nodes.splitlines() if isinstance(nodes, str) else nodes.decode().splitlines()
-        return next(line.split()[2].split(",") for line in lines if f":{port}@" in line)
-
-    def owner(self, slot: int) -> int:
-        return next(
-            first[1]
-            for start, end, first, *_ in self.fleet.client(self.ports[2]).execute_command("CLUSTER", "SLOTS")
-            if start <= slot <= end
-        )
-
-    def add_replica(self, master: int) -> int:
-        port = self.fleet.add(*self.flags)
-        self.ports.append(port)
-        self.meet(port)
-        self.tools.eventually(lambda: all(self.agrees(each) for each in self.ports), 30)
-        self.fleet.client(port).execute_command("CLUSTER", "REPLICATE", self.node_id(master))
-        self.tools.eventually(
-            lambda: self.fleet.client(port).info("replication")["master_link_status"] == "up", 20
-        )
-        return port
-
-    def move(self, slot: int, halfway: threading.Event, go_on: threading.Event) -> None:
-        """Moves a slot with its keys to another node; stops for a while when half of them are there."""
-        source = self.owner(slot)
-        target = next(port for port in self.ports if port != source)
-        old, new = self.fleet.client(source), self.fleet.client(target)
-        new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", self.node_id(source))
-        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", self.node_id(target))
-        keys = old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000)
-        for key in keys[: len(keys) // 2]:
-            old.execute_command("MIGRATE", "127.0.0.1", target, key, 0, 5000)
-        halfway.set()
-        go_on.wait(10)
-        while keys := old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
-            old.execute_command("MIGRATE", "127.0.0.1", target, "", 0, 5000, "KEYS", *keys)
-        for node in (new, old):
-            node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", self.node_id(target))
-
-
 @pytest.fixture(scope="module")
-def running(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    tools = sys.modules["queue_tools"]
-    fleet = sys.modules["fleet"].Fleet(redis_servers("default").binary, tmp_path_factory.mktemp("cluster"))
+def running(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    tools = sys.modules["fleet"]
+    fleet = tools.Fleet(redis_servers("default").binary, tmp_path_factory.mktemp("cluster"))
     try:
-        yield Cluster(fleet, tools)
+        yield tools.Cluster(fleet)
     finally:
         fleet.close()
 
 
 @pytest.fixture
-def cluster(running: Cluster) -> Cluster:
+def cluster(running: Any) -> Any:
     """Without keys or scripts."""
     for port in running.ports[:3]:
         running.fleet.client(port).flushall()
@@ -118,14 +48,14 @@ def cluster(running: Cluster) -> Cluster:
 
 
 @pytest.fixture
-def pool(cluster: Cluster, tools: Any) -> Iterator[Any]:
+def pool(cluster: Any, tools: Any) -> Iterator[Any]:
     pool = tools.Pool(cluster.url)
     yield pool
     pool.close()
 
 
 @pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[ClusterRedis]:
+async def client(cluster: Any) -> AsyncIterator[ClusterRedis]:
     client = connect(cluster.url)
     assert isinstance(client, ClusterRedis)
     yield client
@@ -142,7 +72,7 @@ async def follow(client: Client, job_id: str, expected: str) -> None:
     assert said == expected
 
 
-async def test_commands_go_to_the_node_of_their_key(cluster: Cluster, client: ClusterRedis) -> None:
+async def test_commands_go_to_the_node_of_their_key(cluster: Any, client: ClusterRedis) -> None:
     names = [f"{{{number}}}:x" for number in range(20)]
     async with client.pipeline(transaction=False) as pipe:
         for number, name in enumerate(names):
@@ -176,7 +106,7 @@ async def test_commands_go_to_the_node_of_their_key(cluster: Cluster, client: Cl
     assert [await client.evalsha(sha, 1, name) for name in names] == [name.encode() for name in names]
 
 
-async def test_followers_on_all_nodes_are_counted(cluster: Cluster, client: ClusterRedis) -> None:
+async def test_followers_on_all_nodes_are_counted(cluster: Any, client: ClusterRedis) -> None:
     listening = [cluster.fleet.client(port).pubsub() for port in cluster.ports]
     for each in listening:
         each.subscribe("hr:{smollm2}:live:x")
@@ -188,7 +118,7 @@ async def test_followers_on_all_nodes_are_counted(cluster: Cluster, client: Clus
         each.close()
 
 
-async def test_a_slot_that_moves_is_followed(cluster: Cluster, client: ClusterRedis) -> None:
+async def test_a_slot_that_moves_is_followed(cluster: Any, client: ClusterRedis) -> None:
     tagged, lease = connect(cluster.url, tag="moving"), connect_sync(cluster.url, tag="moving")
     await client.mset({"{moving}:a": 1, "{moving}:b": 2})
     assert await tagged.get("{moving}:a") == lease.get("{moving}:a") == b"1"
@@ -222,7 +152,7 @@ async def test_a_slot_that_moves_is_followed(cluster: Cluster, client: ClusterRe
 
 
 async def test_two_pools_a_gateway_and_its_tasks(
-    cluster: Cluster, client: ClusterRedis, pool: Any, tools: Any, services: Any, hooks: Any
+    cluster: Any, client: ClusterRedis, pool: Any, tools: Any, services: Any, hooks: Any
 ) -> None:
     owners = {cluster.owner(key_slot(name)) for name in (pool.keys.ctl, Keys(OTHER).ctl)}
     assert len(owners) == 2
@@ -259,7 +189,7 @@ def both_known(url: str) -> bool:
 
 
 async def test_a_node_that_is_away_leaves_the_pools_of_others(
-    cluster: Cluster, pool: Any, tools: Any, services: Any
+    cluster: Any, pool: Any, tools: Any, services: Any
 ) -> None:
     worker = await asyncio.to_thread(pool.start, step_ms=2)
     second = pool.start("--pool", OTHER, step_ms=2, wait=False)
@@ -292,7 +222,7 @@ async def test_a_node_that_is_away_leaves_the_pools_of_others(
 
 
 @pytest.mark.parametrize("fault", ["its slot moves", "its node fails"])
-async def test_a_pool_under_load(cluster: Cluster, pool: Any, tools: Any, fault: str) -> None:
+async def test_a_pool_under_load(cluster: Any, pool: Any, tools: Any, fault: str) -> None:
     slot = key_slot(pool.keys.ctl)
     if fault == "its node fails":
         replica = await asyncio.to_thread(cluster.add_replica, cluster.owner(slot))
