@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from headrace_kernels import matmul
 from headrace_kernels.decoder_step import (
+    PARTS,
     CompiledDecoder,
     DecoderShape,
     LayerWeights,
+    StepTimes,
     gate_up_rows,
     reference,
 )
@@ -164,6 +167,24 @@ def test_chosen_rows_are_rows_of_all(cpu: Backend, draw: torch.Generator) -> Non
     rows = torch.tensor([19, 3, 3, 0])
     assert torch.equal(decoder.step(ids, positions, positions, sequences, rows), every[rows])
     assert decoder.step(ids, positions, positions, sequences, rows[:0]).shape == (0, VOCABULARY)
+
+
+def test_times_of_parts_add_up_to_the_step(cpu: Backend, draw: torch.Generator) -> None:
+    decoder = _decoder(cpu, int8=True, shape=replace(SHAPE, intermediate=96))
+    ids = torch.randint(VOCABULARY, (41,), generator=draw)
+    untimed = _run(decoder, [(ids, 0, [7, 3, 30])])
+    decoder.times = times = StepTimes()
+    started = time.perf_counter()
+    timed = _run(decoder, [(ids, 0, [7, 3, 30])])
+    took_ms = (time.perf_counter() - started) * 1e3
+    decoder.times = None
+    found = times.milliseconds()
+    assert torch.equal(timed, untimed)
+    assert tuple(found) == PARTS
+    assert min(found.values()) > 0
+    assert sum(found.values()) < took_ms
+    _run(decoder, [(ids, 0, [7, 3, 30])])
+    assert times.milliseconds() == found  # nobody asks any more
 
 
 def test_parts_that_do_not_fit_are_refused(cpu: Backend) -> None:

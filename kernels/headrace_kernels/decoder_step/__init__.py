@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,34 @@ from ..matmul import PANEL, PackedWeight
 from ..native import structs
 from ..paged_attention import PackedSequences, Scales, attention_shape, kv_cache
 from . import reference
+
+# What a step's time goes to, as `StepTimes` counts it; decoder.h has the same order.
+PARTS: Final = (
+    "embedding",
+    "norms",
+    "activations to bytes",
+    "query, key, value",
+    "rotary, KV write",
+    "attention",
+    "attention output",
+    "gate, up, activation",
+    "down",
+    "head",
+)
+
+
+class StepTimes:
+    """Adds up where the time of steps goes, part by part, while it is some decoder's `times`."""
+
+    def __init__(self) -> None:
+        self._nanoseconds = (ctypes.c_int64 * len(PARTS))()
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._nanoseconds)
+
+    def milliseconds(self) -> dict[str, float]:
+        return {part: ns / 1e6 for part, ns in zip(PARTS, self._nanoseconds, strict=True)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +129,7 @@ class CompiledDecoder:
         )
         self._caches: tuple[object, ...] = ()  # kept alive for the structs
         self._tables: tuple[tuple[Tensor, Tensor], ...] = ()
+        self.times: StepTimes | None = None  # set by whoever wants to know
 
     def _layer(self, layer: LayerWeights) -> structs.Layer:
         self._check(layer)
@@ -211,6 +241,7 @@ class CompiledDecoder:
             sequences.struct,
             rows.data_ptr(),
             logits.data_ptr(),
+            None if self.times is None else self.times.address,
         )
         self.library.hr_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step))
         return logits
@@ -228,4 +259,12 @@ def _on_cpu(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
-__all__ = ["CompiledDecoder", "DecoderShape", "LayerWeights", "gate_up_rows", "reference"]
+__all__ = [
+    "PARTS",
+    "CompiledDecoder",
+    "DecoderShape",
+    "LayerWeights",
+    "StepTimes",
+    "gate_up_rows",
+    "reference",
+]

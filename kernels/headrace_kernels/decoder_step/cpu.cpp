@@ -3,6 +3,7 @@
 
 #include "../matmul_int8/product.h"
 #include "../native/export.h"
+#include "../native/stopwatch.h"
 #include "../rms_norm/norm.h"
 
 namespace hr {
@@ -10,7 +11,7 @@ namespace {
 
 class Run {
  public:
-  Run(const Decoder& decoder, const Step& step) : d_(decoder), step_(step), rows_(step.tokens) {
+  Run(const Decoder& decoder, const Step& step) : d_(decoder), step_(step), watch_(step.nanoseconds), rows_(step.tokens) {
     const AttentionShape& s = d_.shape;
     attention_width_ = s.heads * s.v_dim;
     qkv_width_ = (s.heads + s.kv_heads) * s.k_dim + s.kv_heads * s.v_dim;
@@ -31,6 +32,7 @@ class Run {
 
   void run() {
     embed();
+    watch_.lap(PART_EMBEDDING);
     for (int i = 0; i < d_.layer_count; i++) {
       attend(d_.layers[i], i + 1 == d_.layer_count);
       if (rows_ > 0) feed_forward(d_.layers[i]);
@@ -53,12 +55,16 @@ class Run {
   void attend(const Layer& layer, bool last) {
     norm_for(layer.qkv, layer.attention_norm);
     linear(layer.qkv, input_, {qkv_, qkv_width_, nullptr, 0});
+    watch_.lap(PART_QKV);
     rotary_kv_write(d_.shape, layer.rotary, qkv_, rows_, step_.positions, step_.slots, layer.cache);
+    watch_.lap(PART_ROTARY);
     const bool select = last && step_.row_count != rows_;
     paged_attention(d_.shape, layer.attention, step_.sequences, qkv_, qkv_width_, layer.cache,
                     select ? RowSink::row_major(gated_, attention_width_) : sink_for(layer.output, input_, rows_));
     if (select) keep_wanted(layer.output);
+    watch_.lap(PART_ATTENTION);
     add_product(layer.output, input_, layer.attention_post_norm);
+    watch_.lap(PART_OUTPUT);
   }
 
   // From the last layer's attention on, rows without wanted logits are of no more use.
@@ -82,17 +88,21 @@ class Run {
     norm_for(w, layer.mlp_norm);
     multiply(w, input_, rows_, 2, [&](const float* sums, int panel, int row, int rows) {
       const int column = panel / 2 * PANEL, width = std::min(PANEL, d_.intermediate - column);
-      for (int r = 0; r < rows; r++)
+      for (int r = 0; r < rows; r++) {
+        const RowSink::Row to = sink.row(row + r);
         for (int i = 0; i < width; i += LANES) {
           F16 gate = load(sums + r * PANEL + i), up = load(sums + (rows + r) * PANEL + i);
           if (w.bias) {
             gate = add(gate, load(w.bias + panel * PANEL + i));
             up = add(up, load(w.bias + (panel + 1) * PANEL + i));
           }
-          sink.put(row + r, column + i, mul(activate(d_.activation, gate), up), std::min(LANES, width - i));
+          to.put(column + i, mul(activate(d_.activation, gate), up), std::min(LANES, width - i));
         }
+      }
     });
+    watch_.lap(PART_GATE_UP);
     add_product(layer.down, gated_, layer.mlp_post_norm);
+    watch_.lap(PART_DOWN);
   }
 
   // x += scale * product, or x += norm(product).
@@ -112,13 +122,15 @@ class Run {
   }
 
   template <class Finish>
-  static void multiply(const Weight& w, const float* input, int rows, int group, Finish&& finish) {
-    if (w.int8_activations) product(quantise_rows(input, w.k, rows, w.k), w, group, finish);
-    else product(PackedRows{input, w.k, Strips(rows)}, w, group, finish);
+  void multiply(const Weight& w, const float* input, int rows, int group, Finish&& finish) {
+    if (!w.int8_activations) return product(PackedRows{input, w.k, Strips(rows)}, w, group, finish);
+    const QuantisedRows quantised = quantise_rows(input, w.k, rows, w);
+    watch_.lap(PART_QUANTISE);
+    product(quantised, w, group, finish);
   }
 
-  void linear(const Weight& w, const float* input, const RowMajorOutput& out) const { linear(w, input, rows_, out); }
-  static void linear(const Weight& w, const float* input, int rows, const RowMajorOutput& out) {
+  void linear(const Weight& w, const float* input, const RowMajorOutput& out) { linear(w, input, rows_, out); }
+  void linear(const Weight& w, const float* input, int rows, const RowMajorOutput& out) {
     multiply(w, input, rows, 1, [&](const float* sums, int panel, int row, int count) {
       finish_rows(out, w, sums, panel, row, count);
     });
@@ -130,6 +142,7 @@ class Run {
     parallel_rows(rows_, [&](int r) {
       rms_norm_row(x_ + static_cast<size_t>(r) * d_.hidden, weight, d_.hidden, d_.epsilon, r, sink);
     });
+    watch_.lap(PART_NORM);
   }
 
   void logits() {
@@ -141,9 +154,11 @@ class Run {
       const int64_t row = all_wanted_ ? r : step_.rows[r];
       rms_norm_row(x_ + row * d_.hidden, d_.final_norm, d_.hidden, d_.epsilon, r, sink);
     });
+    watch_.lap(PART_NORM);
     linear(head, input_, count, {step_.logits, head.n, nullptr, 0});
-    if (d_.logit_scale == 1.0f && d_.logit_softcap == 0.0f) return;
-    parallel(count, [&](int r) { scale_logits(step_.logits + static_cast<size_t>(r) * head.n, head.n); });
+    if (d_.logit_scale != 1.0f || d_.logit_softcap != 0.0f)
+      parallel(count, [&](int r) { scale_logits(step_.logits + static_cast<size_t>(r) * head.n, head.n); });
+    watch_.lap(PART_HEAD);
   }
 
   void scale_logits(float* row, int width) const {
@@ -158,6 +173,7 @@ class Run {
 
   const Decoder& d_;
   const Step& step_;
+  Stopwatch watch_;
   int rows_;
   bool all_wanted_ = false;  // the rows of x_ are those whose logits are wanted, in order
   int attention_width_, qkv_width_;

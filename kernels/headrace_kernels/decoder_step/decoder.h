@@ -33,6 +33,10 @@ struct Decoder {
   const float* final_norm;
 };
 
+// Of a step's time; the names are those of decoder_step/__init__.py.
+enum Part { PART_EMBEDDING, PART_NORM, PART_QUANTISE, PART_QKV, PART_ROTARY, PART_ATTENTION, PART_OUTPUT, PART_GATE_UP,
+            PART_DOWN, PART_HEAD, PARTS };
+
 struct Step {
   int32_t tokens, row_count;
   const int64_t* token_ids;  // [tokens]
@@ -41,6 +45,7 @@ struct Step {
   Sequences sequences;
   const int64_t* rows;  // [row_count]: packed tokens whose logits are wanted
   float* logits;        // [row_count][vocabulary]
+  int64_t* nanoseconds; // [PARTS] grows by what each part took; null: nobody asks
 };
 
 }  // namespace hr

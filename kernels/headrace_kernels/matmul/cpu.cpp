@@ -45,6 +45,6 @@ using namespace hr;
 HR_EXPORT void hr_linear(const Weight* w, const float* x, int64_t ldx, int32_t rows, float* y, int64_t ldy,
                          const float* residual, int64_t ld_residual) {
   const RowMajorOutput out{y, ldy, residual, ld_residual};
-  if (w->int8_activations) linear(quantise_rows(x, ldx, rows, w->k), *w, out);
+  if (w->int8_activations) linear(quantise_rows(x, ldx, rows, *w), *w, out);
   else linear(pack_rows(x, ldx, rows, w->k), *w, out);
 }

@@ -2,6 +2,8 @@
 #ifndef HEADRACE_MATMUL_KERNEL_H
 #define HEADRACE_MATMUL_KERNEL_H
 
+#include <type_traits>
+
 #include "storage.h"
 
 namespace hr {
@@ -12,9 +14,6 @@ constexpr int MAX_STRIP = REGISTERS >= 32 ? 12 : REGISTERS >= 8 ? 6 : 4;
 // Columns a pass: narrow when many rows fill the registers. One or two rows need more columns, so that there are
 // enough independent chains of additions.
 constexpr int vectors_for(int rows) { return REGISTERS >= 32 || rows <= 2 ? 2 : 1; }
-
-// Up to so many rows the k's of a chunk are unrolled: unpacking is then most of the work.
-constexpr int UNROLLED_ROWS = 4;
 
 // How a strip's share of `rows` rows is cut: as even as can be, since a nearly empty strip costs as much as a full one.
 struct Strips {
@@ -36,9 +35,8 @@ struct Pass {
   int k_count;
   float* sums;           // [rows][32]
   bool resume;           // go on from what sums holds
-  float* unpacked;       // [k_count][32] gets the weights in fp32 for later strips; null: nobody wants them
-  const uint8_t* ahead;  // memory needed soon, of which this pass fetches `ahead_step` bytes for each k; null: none
-  int ahead_step;
+  const uint8_t* ahead;  // memory needed soon, of which this pass fetches `ahead_step` bytes for each k
+  int ahead_step;        // 0: none
 };
 
 // Reads go to memory that another block of work needs: the processor's own prefetcher starts anew at each block.
@@ -46,18 +44,54 @@ HR_INLINE void fetch(const uint8_t* p, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-// sums[r][32] (+)= x[k][r] * W: for each element one chain of fused multiply-adds in the order of k, whatever MR, NV
-// and the cuts of k are: those only decide where the chain rests in memory.
-template <class S, int MR, int NV>
-HR_INLINE void multiply_columns(const Pass& pass, int column) {
+// The sums of MR rows and NV registers of columns. For each element one chain of fused multiply-adds in the order of k,
+// whatever MR, NV and the cuts of k are: those only decide where the chain rests in memory.
+template <int MR, int NV>
+struct Sums {
   F16 acc[MR][NV];
-  float* sums = pass.sums + column;
-  repeat<MR>([&](auto r) HR_LAMBDA {
-    repeat<NV>([&](auto v) HR_LAMBDA { acc[r][v] = pass.resume ? load(sums + r * PANEL + v * LANES) : zero(); });
-  });
+  HR_INLINE Sums(const float* sums, bool resume) {
+    if (resume) each([&](auto r, auto v) HR_LAMBDA { acc[r][v] = load(sums + r * PANEL + v * LANES); });
+    else each([&](auto r, auto v) HR_LAMBDA { acc[r][v] = zero(); });
+  }
+  // x: one k of each row; w: that k of the columns.
+  HR_INLINE void add(const float* x, const F16* w) {
+    repeat<MR>([&](auto r) HR_LAMBDA {
+      const F16 a = set1(x[r]);
+      repeat<NV>([&](auto v) HR_LAMBDA { acc[r][v] = fma(a, w[v], acc[r][v]); });
+    });
+  }
+  HR_INLINE void save(float* sums) const {
+    each([&](auto r, auto v) HR_LAMBDA { store(sums + r * PANEL + v * LANES, acc[r][v]); });
+  }
+
+ private:
+  template <class F>
+  static HR_INLINE void each(F&& f) {
+    repeat<MR>([&](auto r) HR_LAMBDA { repeat<NV>([&](auto v) HR_LAMBDA { f(r, v); }); });
+  }
+};
+
+template <int MR, int NV>
+HR_INLINE void multiply_floats(const Pass& pass, int column) {
+  Sums<MR, NV> sums(pass.sums + column, pass.resume);
   const float* x = pass.x;
+  const float* w = reinterpret_cast<const float*>(pass.panel) + column;
+  const float* const end = w + static_cast<size_t>(pass.k_count) * PANEL;
   const uint8_t* ahead = pass.ahead;
-  float* unpacked = pass.unpacked ? pass.unpacked + column : nullptr;
+  const int step = pass.ahead_step;
+  for (; w != end; w += PANEL, x += MR, ahead += step) {
+    __builtin_prefetch(ahead, 0, 2);
+    F16 columns[NV];
+    repeat<NV>([&](auto v) HR_LAMBDA { columns[v] = load(w + v * LANES); });
+    sums.add(x, columns);
+  }
+  sums.save(pass.sums + column);
+}
+
+template <class S, int MR, int NV>
+HR_INLINE void multiply_stored(const Pass& pass, int column) {
+  Sums<MR, NV> sums(pass.sums + column, pass.resume);
+  const float* x = pass.x;
   for (int k = 0; k < pass.k_count; k += S::STEP) {
     const uint8_t* group = pass.panel + S::bytes(k);
     typename S::Scale scale[NV];
@@ -65,44 +99,24 @@ HR_INLINE void multiply_columns(const Pass& pass, int column) {
     for (int chunk = 0; chunk < S::STEP / S::CHUNK; chunk++) {
       typename S::Words words[NV];
       repeat<NV>([&](auto v) HR_LAMBDA { words[v] = S::words(group, chunk, column + v * LANES); });
-      if (ahead) {
-        fetch(ahead, pass.ahead_step * S::CHUNK);
-        ahead += pass.ahead_step * S::CHUNK;
-      }
-      auto add_row = [&](const F16* w) HR_LAMBDA {
-        if (unpacked) {
-          repeat<NV>([&](auto v) HR_LAMBDA { store(unpacked + v * LANES, w[v]); });
-          unpacked += PANEL;
-        }
-        repeat<MR>([&](auto r) HR_LAMBDA {
-          F16 a = set1(x[r]);
-          repeat<NV>([&](auto v) HR_LAMBDA { acc[r][v] = fma(a, w[v], acc[r][v]); });
-        });
+      repeat<S::CHUNK>([&](auto j) HR_LAMBDA {
+        F16 w[NV];
+        repeat<NV>([&](auto v) HR_LAMBDA { w[v] = S::template weight<decltype(j)::value>(words[v], scale[v]); });
+        sums.add(x, w);
         x += MR;
-      };
-      F16 w[NV];
-      if constexpr (MR <= UNROLLED_ROWS) {
-        repeat<S::CHUNK>([&](auto j) HR_LAMBDA {
-          repeat<NV>([&](auto v) HR_LAMBDA { w[v] = S::template weight<decltype(j)::value>(words[v], scale[v]); });
-          add_row(w);
-        });
-      } else {
-        for (int j = 0; j < S::CHUNK; j++) {
-          repeat<NV>([&](auto v) HR_LAMBDA { w[v] = S::weight(words[v], scale[v], j); });
-          add_row(w);
-        }
-      }
+      });
     }
   }
-  repeat<MR>([&](auto r) HR_LAMBDA {
-    repeat<NV>([&](auto v) HR_LAMBDA { store(sums + r * PANEL + v * LANES, acc[r][v]); });
-  });
+  sums.save(pass.sums + column);
 }
 
 template <class S, int MR>
 void multiply(const Pass& pass) {
   constexpr int NV = vectors_for(MR);
-  for (int column = 0; column < PANEL; column += NV * LANES) multiply_columns<S, MR, NV>(pass, column);
+  for (int column = 0; column < PANEL; column += NV * LANES) {
+    if constexpr (std::is_same<S, Float32>::value) multiply_floats<MR, NV>(pass, column);
+    else multiply_stored<S, MR, NV>(pass, column);
+  }
 }
 
 using Multiply = void (*)(const Pass&);

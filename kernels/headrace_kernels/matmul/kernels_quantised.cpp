@@ -1,4 +1,4 @@
-// The micro-kernels, for all heights of a strip. Weights stored as GGUF blocks.
+// The micro-kernels that unpack as they multiply, for all heights of a strip. Weights stored as GGUF blocks.
 #include "kernel.h"
 
 namespace hr {

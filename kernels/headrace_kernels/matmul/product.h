@@ -33,7 +33,7 @@ PackedRows pack_rows(const float* x, int64_t ldx, int rows, int k);
 // out[count][k] in fp32: rows of W, as an embedding table is read.
 void gather_rows(const Weight& w, const int64_t* ids, int count, float* out);
 
-// A block of a panel (24 KiB) and of a strip fit the first-level cache together; the block serves all strips.
+// A block of a panel in fp32 (24 KiB) and of a strip fit the first-level cache together; the block serves all strips.
 constexpr int K_BLOCK = 192;
 constexpr int ROWS_PER_TILE = 8 * MAX_STRIP;
 // Below this a tile costs less than handing it out.
@@ -42,44 +42,36 @@ constexpr int64_t TILE_OPERATIONS = 200'000;
 // How far ahead of its reads a single strip fetches: about the time memory takes to answer.
 constexpr int FETCH_DISTANCE = 4096;
 
-// What pass `strip` of `strip_count` over a block of k_count fetches meanwhile.
-inline void plan_fetch(Pass& pass, int storage, const uint8_t* block, int rows, int strip, int strip_count) {
-  const int bytes = static_cast<int>(panel_bytes(storage, pass.k_count)), k_count = pass.k_count;
-  if (strip_count == 1 && rows < 6) return;
-  if (strip_count == 1) {
-    pass.ahead = block + FETCH_DISTANCE;
-    pass.ahead_step = (bytes + k_count - 1) / k_count;
-    return;
-  }
-  if (strip == 0) return;  // it waits for memory as it is
-  const int lines = (bytes + 63) / 64, share = (lines + strip_count - 2) / (strip_count - 1);
-  const int lines_per_k = (share + k_count - 1) / k_count, passes = (lines + k_count * lines_per_k - 1) / (k_count * lines_per_k);
-  if (strip > passes) return;
-  pass.ahead = block + bytes + static_cast<size_t>(strip - 1) * k_count * lines_per_k * 64;
-  pass.ahead_step = lines_per_k * 64;
+// One strip reads the panel once, from memory: what is stored is unpacked in registers.
+inline void multiply_strip(const PackedRows& rows, const Weight& w, const uint8_t* panel, int strip, float* sums) {
+  const int size = rows.strips.size(strip);
+  const float* x = rows.x + static_cast<size_t>(rows.strips.begin(strip)) * w.k;
+  const int ahead = w.storage == STORAGE_F32 && size >= 6 ? PANEL * static_cast<int>(sizeof(float)) : 0;
+  multiply_for(w.storage, size)(Pass{x, panel, w.k, sums, false, panel + FETCH_DISTANCE, ahead});
 }
 
-// Block by block of a panel, all strips: the first one unpacks a block while it multiplies, the others read it from
-// the cache, and while they do so the next block is fetched.
+// Block by block of a panel, several strips: a block is unpacked once and read from the cache by each; while they do so
+// the next block is fetched, a line for each k.
 inline void multiply_tile(const PackedRows& rows, const Weight& w, int panel, int first_strip, int last_strip, float* sums) {
   const uint8_t* data = w.panels + static_cast<size_t>(panel) * panel_bytes(w.storage, w.k);
+  if (last_strip - first_strip == 1) return multiply_strip(rows, w, data, first_strip, sums);
   const Strips& strips = rows.strips;
-  const int row0 = strips.begin(first_strip), strip_count = last_strip - first_strip;
-  const int step = strip_count > 1 ? K_BLOCK : w.k;
-  const bool unpack = strip_count > 1 && w.storage != STORAGE_F32;
-  float* unpacked = unpack ? scratch<float>(SLOT_UNPACKED, K_BLOCK * PANEL) : nullptr;
-  for (int k = 0; k < w.k; k += step) {
-    const int count = std::min(step, w.k - k);
+  const int row0 = strips.begin(first_strip);
+  const bool plain = w.storage == STORAGE_F32;
+  float* unpacked = plain ? nullptr : scratch<float>(SLOT_UNPACKED, K_BLOCK * PANEL);
+  for (int k = 0; k < w.k; k += K_BLOCK) {
+    const int count = std::min(K_BLOCK, w.k - k);
     const uint8_t* block = data + panel_bytes(w.storage, k);
+    if (!plain) unpack_panel(w.storage, block, count, unpacked);
+    const uint8_t* from = plain ? block : reinterpret_cast<const uint8_t*>(unpacked);
+    const size_t bytes = panel_bytes(w.storage, count);
+    size_t fetched = 0;
     for (int s = first_strip; s < last_strip; s++) {
       const int begin = strips.begin(s), size = strips.size(s);
-      const bool first = s == first_strip;
       const float* x = rows.x + static_cast<size_t>(begin) * w.k + static_cast<size_t>(k) * size;
-      const uint8_t* from = unpack && !first ? reinterpret_cast<const uint8_t*>(unpacked) : block;
-      const int storage = unpack && !first ? static_cast<int>(STORAGE_F32) : w.storage;
-      Pass pass{x, from, count, sums + (begin - row0) * PANEL, k > 0, first ? unpacked : nullptr, nullptr, 0};
-      plan_fetch(pass, w.storage, block, size, s - first_strip, strip_count);
-      multiply_for(storage, size)(pass);
+      const int step = fetched < bytes && !(plain && s == first_strip) ? 64 : 0;  // the first to read from memory waits as it is
+      multiply_for(STORAGE_F32, size)(Pass{x, from, count, sums + (begin - row0) * PANEL, k > 0, block + bytes + fetched, step});
+      fetched += static_cast<size_t>(step) * count;
     }
   }
 }

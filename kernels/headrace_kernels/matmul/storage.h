@@ -25,8 +25,7 @@ constexpr int QUANT_GROUP = 32;
 enum Storage : int32_t { STORAGE_F32 = 0, STORAGE_BF16 = 1, STORAGE_F16 = 2, STORAGE_Q8_0 = 3, STORAGE_Q4_0 = 4, STORAGE_Q4_1 = 5 };
 
 // Each policy: STEP k's per panel group, CHUNK k's per load of words; NV registers of sixteen columns are made from
-// `column` on. bytes(k) is the offset of row k inside a panel (k a multiple of STEP). weight<J> and weight(…, j) are the
-// same: the first for unrolled loops, the second where that would be too much code.
+// `column` on. bytes(k) is the offset of row k inside a panel (k a multiple of STEP).
 
 template <class T, F16 (*LOAD)(const T*)>
 struct Dense {
@@ -39,7 +38,6 @@ struct Dense {
     return LOAD(reinterpret_cast<const T*>(group) + column);
   }
   template <int> static HR_INLINE F16 weight(const Words& w, const Scale&) { return w; }
-  static HR_INLINE F16 weight(const Words& w, const Scale&, int) { return w; }
 };
 using Float32 = Dense<float, load>;
 using BFloat16 = Dense<uint16_t, load_bfloat>;
@@ -60,7 +58,6 @@ struct Q8_0 {
     return load_words(group + HEADER + (chunk * PANEL + column) * 4);
   }
   template <int J> static HR_INLINE F16 weight(const Words& w, const Scale& s) { return fma(byte<J>(w), s.d, s.m); }
-  static HR_INLINE F16 weight(const Words& w, const Scale& s, int j) { return fma(bits_from<8>(w, 8 * j), s.d, s.m); }
 };
 
 template <bool MINIMUM>
@@ -82,9 +79,6 @@ struct Q4 {
   static constexpr int shift(int j) { return 8 * (j % 4) + 4 * (j / 4); }
   template <int J> static HR_INLINE F16 weight(const Words& w, const Scale& s) {
     return fma(nibble<shift(J)>(w), s.d, s.m);
-  }
-  static HR_INLINE F16 weight(const Words& w, const Scale& s, int j) {
-    return fma(bits_from<4>(w, shift(j)), s.d, s.m);
   }
 };
 using Q4_0 = Q4<false>;

@@ -25,16 +25,12 @@ MultiplyInt8 multiply_int8_for(int storage, int rows) {
 
 }  // namespace
 
-QuantisedRows quantise_rows(const float* x, int64_t ldx, int rows, int k) {
-  QuantisedRows out{nullptr, k, Strips(rows, INT8_STRIP)};
-  uint8_t* data = scratch<uint8_t>(SLOT_QUANTISED_ROWS, QuantisedRows::bytes(rows, k));
+QuantisedRows quantise_rows(const float* x, int64_t ldx, int rows, const Weight& w) {
+  QuantisedRows out{nullptr, w.k, Strips(rows, INT8_STRIP)};
+  uint8_t* data = scratch<uint8_t>(SLOT_QUANTISED_ROWS, QuantisedRows::bytes(rows, w.k));
   out.data = data;
-  parallel_rows(rows, [&](int r) {
-    const int s = out.strips.of(r), size = out.strips.size(s), row = r - out.strips.begin(s);
-    const float* from = x + r * ldx;
-    for (int g = 0; g < k / QUANT_GROUP; g++, from += QUANT_GROUP)
-      quantise_group(load(from), load(from + LANES), data + (out.strip(s, g) - out.data), row, size);
-  });
+  const int zero = zero_point(w.storage);
+  parallel_rows(rows, [&](int r) { quantise_row(x + r * ldx, zero, out, data, r); });
   return out;
 }
 

@@ -10,20 +10,19 @@
 
 namespace hr {
 
-// Minus ZERO times the sum.
-template <int ZERO_BITS> HR_INLINE I16 correction(const int32_t* minus_sum) {
-  return ZERO_BITS < 0 ? set1_int(0) : shift_left<ZERO_BITS < 0 ? 0 : ZERO_BITS>(set1_int(*minus_sum));
-}
+constexpr int zero_point(int storage) { return storage == STORAGE_Q8_0 ? 128 : storage == STORAGE_Q4_0 ? 8 : 0; }
 
 #if defined(__AVX512VNNI__)
 
 HR_INLINE I16 nibbles_low(I16 w) { return {_mm512_and_si512(w.v, _mm512_set1_epi8(15))}; }
 HR_INLINE I16 nibbles_high(I16 w) { return {_mm512_and_si512(_mm512_srli_epi32(w.v, 4), _mm512_set1_epi8(15))}; }
 
-// BITS of the weights: 8 or 4. ZERO_BITS: log2 of ZERO, or -1 for 0. *minus_sum: of the group's activations.
-template <int BITS, int ZERO_BITS> struct Dot {
+// BITS of the weights: 8 or 4. *correction: minus ZERO times the sum of the group's activations.
+template <int BITS, int ZERO> struct Dot {
   __m512i v;
-  static HR_INLINE Dot start(const int32_t* minus_sum) { return {correction<ZERO_BITS>(minus_sum).v}; }
+  static HR_INLINE Dot start(const int32_t* correction) {
+    return {ZERO == 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(*correction)};
+  }
   HR_INLINE void add(I16 weights, int32_t activations) {
     v = _mm512_dpbusd_epi32(v, weights.v, _mm512_set1_epi32(activations));
   }
@@ -40,10 +39,10 @@ HR_INLINE I16 nibbles_high(I16 w) {
   return nibbles_low({_mm256_srli_epi32(w.a, 4), _mm256_srli_epi32(w.b, 4)});
 }
 
-template <int BITS, int ZERO_BITS> struct Dot;
+template <int BITS, int ZERO> struct Dot;
 
 // Pairs of products in 16 bits: a group adds 16 of at most 15 * 127 to each, which fits.
-template <int ZERO_BITS> struct Dot<4, ZERO_BITS> {
+template <int ZERO> struct Dot<4, ZERO> {
   __m256i a, b;
   static HR_INLINE Dot start(const int32_t*) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   HR_INLINE void add(I16 weights, int32_t activations) {
@@ -51,15 +50,15 @@ template <int ZERO_BITS> struct Dot<4, ZERO_BITS> {
     a = _mm256_add_epi16(a, _mm256_maddubs_epi16(weights.a, x));
     b = _mm256_add_epi16(b, _mm256_maddubs_epi16(weights.b, x));
   }
-  HR_INLINE I16 finish(const int32_t* minus_sum) const {
+  HR_INLINE I16 finish(const int32_t* correction) const {
     const __m256i ones = _mm256_set1_epi16(1);
-    return hr::add({_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones)}, correction<ZERO_BITS>(minus_sum));
+    return hr::add({_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones)}, set1_int(*correction));
   }
 };
 
 // A pair of products of full bytes overflows 16 bits. Magnitudes of the weights, below or at 128, times activations that
 // took over the weights' signs do not.
-template <int ZERO_BITS> struct Dot<8, ZERO_BITS> {
+template <int ZERO> struct Dot<8, ZERO> {
   __m256i a, b;
   static HR_INLINE Dot start(const int32_t*) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static HR_INLINE __m256i products(__m256i weights, __m256i x) {
@@ -84,9 +83,9 @@ HR_INLINE I16 nibbles_high(I16 w) {
   return lanes<I16>([&](int i) { return (w.v[i] >> 4) & 0x0F0F0F0F; });
 }
 
-template <int BITS, int ZERO_BITS> struct Dot {
+template <int BITS, int ZERO> struct Dot {
   I16 v;
-  static HR_INLINE Dot start(const int32_t* minus_sum) { return {correction<ZERO_BITS>(minus_sum)}; }
+  static HR_INLINE Dot start(const int32_t* correction) { return {set1_int(*correction)}; }
   HR_INLINE void add(I16 weights, int32_t activations) {
     for (int i = 0; i < LANES; i++)
       for (int b = 0; b < 4; b++)

@@ -8,7 +8,7 @@
 namespace hr {
 
 // Uses the caller's scratch: valid until its next call. k is a multiple of 32.
-QuantisedRows quantise_rows(const float* x, int64_t ldx, int rows, int k);
+QuantisedRows quantise_rows(const float* x, int64_t ldx, int rows, const Weight& w);
 
 void multiply_tile_int8(const QuantisedRows& rows, const Weight& w, int panel, int first_strip, int last_strip, float* sums);
 

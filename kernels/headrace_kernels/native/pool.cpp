@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -44,17 +45,23 @@ bool spin_until(Ready ready) {
   return false;
 }
 
-// A round of work in one word, so that one atomic addition takes a tile and tells which round it belongs to.
-// next: bits 0-23, count: bits 24-47, round: bits 48-63.
+// A thread's share of a round in one word, so that one atomic addition takes a tile and tells whether there was one.
+// next: bits 0-23, end: bits 24-47, round: bits 48-63.
 constexpr uint64_t FIELD = (1u << 24) - 1;
 uint64_t next_of(uint64_t s) { return s & FIELD; }
-uint64_t count_of(uint64_t s) { return (s >> 24) & FIELD; }
-bool exhausted(uint64_t s) { return next_of(s) >= count_of(s); }
+uint64_t end_of(uint64_t s) { return (s >> 24) & FIELD; }
+bool exhausted(uint64_t s) { return next_of(s) >= end_of(s); }
 
+struct alignas(64) Share {
+  std::atomic<uint64_t> state{0};
+};
+
+// Each thread takes the tiles of its own share in order, then those that others have not begun: neighbouring tiles share
+// memory that was fetched ahead, and a thread whose core is taken away holds up no more than the tile it is at.
 class Pool {
  public:
-  explicit Pool(int threads) {
-    for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+  explicit Pool(int threads) : threads_(threads), shares_(new Share[threads]) {
+    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
   }
   ~Pool() {
     {
@@ -65,20 +72,24 @@ class Pool {
     for (auto& worker : workers_) worker.join();
   }
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const { return threads_; }
 
   void run(int count, Tile tile, void* context) {
     tile_ = tile;
     context_ = context;
+    count_ = count;
     done_.store(0, std::memory_order_relaxed);
     round_++;
-    // Sequentially consistent, as is the sleeper's check: one of the two sees the other.
-    state_.store((round_ << 48) | (static_cast<uint64_t>(count) << 24));
+    for (int i = 0; i < threads_; i++) {
+      const uint64_t next = static_cast<int64_t>(count) * i / threads_, end = static_cast<int64_t>(count) * (i + 1) / threads_;
+      // Sequentially consistent, as is the sleeper's check: one of the two sees the other.
+      shares_[i].state.store((round_ << 48) | (end << 24) | next);
+    }
     if (sleepers_.load() > 0) {
       { std::lock_guard<std::mutex> lock(mutex_); }
       wake_.notify_all();
     }
-    take_tiles();
+    take_tiles(0);
     auto all_done = [&] { return done_.load(std::memory_order_acquire) == count; };
     if (spin_until(all_done)) return;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -88,13 +99,17 @@ class Pool {
   }
 
  private:
-  void take_tiles() {
-    for (;;) {
-      uint64_t ticket = state_.fetch_add(1, std::memory_order_acq_rel);
+  void take_tiles(int thread) {
+    for (int i = 0; i < threads_; i++) take_share(shares_[(thread + i) % threads_]);
+  }
+
+  void take_share(Share& share) {
+    while (!exhausted(share.state.load(std::memory_order_acquire))) {
+      const uint64_t ticket = share.state.fetch_add(1, std::memory_order_acq_rel);
       if (exhausted(ticket)) return;
+      // A valid ticket keeps its round open: the caller's fields stay as they are until the addition to done_.
+      const int count = count_;
       tile_(context_, static_cast<int>(next_of(ticket)));
-      // A valid ticket keeps its round open: the caller's fields stay as they are until this addition.
-      int count = static_cast<int>(count_of(ticket));
       if (done_.fetch_add(1) + 1 == count && caller_waits_.load()) {
         { std::lock_guard<std::mutex> lock(mutex_); }
         finished_.notify_one();
@@ -102,26 +117,34 @@ class Pool {
     }
   }
 
-  void work() {
-    auto has_work = [&] { return stop_.load() || !exhausted(state_.load(std::memory_order_acquire)); };
+  bool has_work() const {
+    if (stop_.load()) return true;
+    for (int i = 0; i < threads_; i++)
+      if (!exhausted(shares_[i].state.load())) return true;
+    return false;
+  }
+
+  void work(int thread) {
     while (!stop_.load()) {
-      if (spin_until(has_work)) {
-        take_tiles();
+      if (spin_until([&] { return has_work(); })) {
+        take_tiles(thread);
         continue;
       }
       std::unique_lock<std::mutex> lock(mutex_);
       sleepers_.fetch_add(1);
-      wake_.wait(lock, [&] { return stop_.load() || !exhausted(state_.load()); });
+      wake_.wait(lock, [&] { return has_work(); });
       sleepers_.fetch_sub(1);
     }
   }
 
-  alignas(64) std::atomic<uint64_t> state_{0};
+  const int threads_;
+  std::unique_ptr<Share[]> shares_;
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false}, caller_waits_{false};
   Tile tile_ = nullptr;
   void* context_ = nullptr;
+  int count_ = 0;
   uint64_t round_ = 0;
   std::mutex mutex_;
   std::condition_variable wake_, finished_;

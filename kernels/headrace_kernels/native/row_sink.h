@@ -14,20 +14,32 @@ class RowSink {
     return rows == 1 ? row_major(base, width) : RowSink{base, 0, width, Strips(rows)};
   }
 
-  // The first n lanes of v go to columns column … column + n - 1 of a row.
-  HR_INLINE void put(int row, int column, F16 v, int n) const {
-    if (stride_) {
-      float* to = base_ + row * stride_ + column;
-      if (n == LANES) store(to, v);
-      else store_first(to, v, n);
-      return;
+  // One row; column c of it is at `to + c * step`.
+  struct Row {
+    float* to;
+    int step;
+
+    // The first n lanes of v go to columns column … column + n - 1.
+    HR_INLINE void put(int column, F16 v, int n) const {
+      float* at = to + static_cast<size_t>(column) * step;
+      if (step == 1) {
+        if (n == LANES) store(at, v);
+        else store_first(at, v, n);
+        return;
+      }
+      float lanes[LANES];
+      store(lanes, v);
+      for (int i = 0; i < n; i++) at[i * step] = lanes[i];
     }
-    const int strip = cut_.of(row), begin = cut_.begin(strip), size = cut_.size(strip);
-    float* to = base_ + static_cast<size_t>(begin) * width_ + static_cast<size_t>(column) * size + (row - begin);
-    float lanes[LANES];
-    store(lanes, v);
-    for (int i = 0; i < n; i++) to[i * size] = lanes[i];
+  };
+
+  // Finding a row's place takes divisions: once for all its columns.
+  HR_INLINE Row row(int r) const {
+    if (stride_) return {base_ + r * stride_, 1};
+    const int strip = cut_.of(r), begin = cut_.begin(strip);
+    return {base_ + static_cast<size_t>(begin) * width_ + (r - begin), cut_.size(strip)};
   }
+  HR_INLINE void put(int r, int column, F16 v, int n) const { row(r).put(column, v, n); }
 
  private:
   RowSink(float* base, int64_t stride, int width, Strips cut) : base_(base), stride_(stride), width_(width), cut_(cut) {}

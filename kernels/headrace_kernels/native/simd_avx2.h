@@ -63,6 +63,11 @@ HR_INLINE I16 add(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add
 HR_INLINE I16 set1_int(int32_t x) { __m256i v = _mm256_set1_epi32(x); return {v, v}; }
 template <int N> HR_INLINE I16 shift_left(I16 x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
 HR_INLINE F16 as_float(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+HR_INLINE I16 magnitude_bits(F16 x) {
+  const __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
+  return {_mm256_and_si256(_mm256_castps_si256(x.a), mask), _mm256_and_si256(_mm256_castps_si256(x.b), mask)};
+}
+HR_INLINE I16 max(I16 x, I16 y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 
 template <int SHIFT, int BITS> HR_INLINE __m256 field(__m256i v) {
   if (SHIFT) v = _mm256_srli_epi32(v, SHIFT);
@@ -71,13 +76,6 @@ template <int SHIFT, int BITS> HR_INLINE __m256 field(__m256i v) {
 }
 template <int SHIFT> HR_INLINE F16 nibble(I16 x) { return {field<SHIFT, 4>(x.a), field<SHIFT, 4>(x.b)}; }
 template <int I> HR_INLINE F16 byte(I16 x) { return {field<8 * I, 8>(x.a), field<8 * I, 8>(x.b)}; }
-
-template <int BITS> HR_INLINE F16 bits_from(I16 x, int shift) {
-  const __m128i count = _mm_cvtsi32_si128(shift);
-  const __m256i mask = _mm256_set1_epi32((1 << BITS) - 1);
-  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(x.a, count), mask)),
-          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(x.b, count), mask))};
-}
 
 HR_INLINE F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
   return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
@@ -91,6 +89,7 @@ HR_INLINE F16 keep_first(F16 x, int n, F16 other) {
 }
 
 HR_INLINE __m256 fold(F16 x, __m256& high) { high = x.b; return x.a; }
+HR_INLINE __m256i fold(I16 x, __m256i& high) { high = x.b; return x.a; }
 
 }  // namespace hr
 

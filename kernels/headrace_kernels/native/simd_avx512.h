@@ -51,6 +51,8 @@ HR_INLINE I16 add(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 HR_INLINE I16 set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 template <int N> HR_INLINE I16 shift_left(I16 a) { return {_mm512_slli_epi32(a.v, N)}; }
 HR_INLINE F16 as_float(I16 a) { return {_mm512_castsi512_ps(a.v)}; }
+HR_INLINE I16 magnitude_bits(F16 a) { return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7FFFFFFF))}; }
+HR_INLINE I16 max(I16 a, I16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 
 // The unsigned number in bits SHIFT..SHIFT+3, as a float. vpermps looks at the low four bits of each index only.
 template <int SHIFT> HR_INLINE F16 nibble(I16 a) {
@@ -62,12 +64,6 @@ template <int I> HR_INLINE F16 byte(I16 a) {
   const char Z = -128;
   const __m128i control = _mm_setr_epi8(I, Z, Z, Z, I + 4, Z, Z, Z, I + 8, Z, Z, Z, I + 12, Z, Z, Z);
   return {_mm512_cvtepi32_ps(_mm512_shuffle_epi8(a.v, _mm512_broadcast_i32x4(control)))};
-}
-
-// The BITS bits from `shift` on, unsigned, as a float.
-template <int BITS> HR_INLINE F16 bits_from(I16 a, int shift) {
-  __m512i v = _mm512_srl_epi32(a.v, _mm_cvtsi32_si128(shift));
-  return {_mm512_cvtepi32_ps(_mm512_and_si512(v, _mm512_set1_epi32((1 << BITS) - 1)))};
 }
 
 HR_INLINE F16 where_less(F16 a, F16 b, F16 yes, F16 no) {
@@ -82,6 +78,10 @@ HR_INLINE F16 keep_first(F16 a, int n, F16 other) {
 HR_INLINE __m256 fold(F16 a, __m256& high) {
   high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
   return _mm512_castps512_ps256(a.v);
+}
+HR_INLINE __m256i fold(I16 a, __m256i& high) {
+  high = _mm512_extracti64x4_epi64(a.v, 1);
+  return _mm512_castsi512_si256(a.v);
 }
 
 }  // namespace hr

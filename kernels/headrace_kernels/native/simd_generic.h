@@ -54,7 +54,21 @@ HR_INLINE F16 to_float(I16 x) { return lanes<F16>([&](int i) { return static_cas
 HR_INLINE I16 to_int(F16 x) {
   return lanes<I16>([&](int i) { return static_cast<int32_t>(__builtin_rintf(x.v[i])); });
 }
-HR_INLINE I16 add(I16 x, I16 y) { return lanes<I16>([&](int i) { return x.v[i] + y.v[i]; }); }
+HR_INLINE int32_t wrapping_add(int32_t x, int32_t y) {
+  return static_cast<int32_t>(static_cast<uint32_t>(x) + static_cast<uint32_t>(y));
+}
+HR_INLINE I16 add(I16 x, I16 y) { return lanes<I16>([&](int i) { return wrapping_add(x.v[i], y.v[i]); }); }
+HR_INLINE I16 max(I16 x, I16 y) { return lanes<I16>([&](int i) { return x.v[i] > y.v[i] ? x.v[i] : y.v[i]; }); }
+HR_INLINE int32_t sum(I16 x) {
+  int32_t total = 0;
+  for (int i = 0; i < LANES; i++) total = wrapping_add(total, x.v[i]);
+  return total;
+}
+HR_INLINE int32_t highest(I16 x) {
+  int32_t top = x.v[0];
+  for (int i = 1; i < LANES; i++) top = x.v[i] > top ? x.v[i] : top;
+  return top;
+}
 HR_INLINE I16 set1_int(int32_t x) { return lanes<I16>([&](int) { return x; }); }
 template <int N> HR_INLINE I16 shift_left(I16 x) {
   return lanes<I16>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(x.v[i]) << N); });
@@ -64,16 +78,16 @@ HR_INLINE F16 as_float(I16 x) {
   std::memcpy(out.v, x.v, sizeof out.v);
   return out;
 }
+HR_INLINE I16 magnitude_bits(F16 x) {
+  I16 out;
+  std::memcpy(out.v, x.v, sizeof out.v);
+  return lanes<I16>([&](int i) { return out.v[i] & 0x7FFFFFFF; });
+}
 template <int SHIFT> HR_INLINE F16 nibble(I16 x) {
   return lanes<F16>([&](int i) { return static_cast<float>((static_cast<uint32_t>(x.v[i]) >> SHIFT) & 15u); });
 }
 template <int I> HR_INLINE F16 byte(I16 x) {
   return lanes<F16>([&](int i) { return static_cast<float>((static_cast<uint32_t>(x.v[i]) >> (8 * I)) & 255u); });
-}
-template <int BITS> HR_INLINE F16 bits_from(I16 x, int shift) {
-  return lanes<F16>([&](int i) {
-    return static_cast<float>((static_cast<uint32_t>(x.v[i]) >> shift) & ((1u << BITS) - 1));
-  });
 }
 HR_INLINE F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
   return lanes<F16>([&](int i) { return x.v[i] < y.v[i] ? yes.v[i] : no.v[i]; });

@@ -125,4 +125,5 @@ class Step(Structure):
         ("sequences", Sequences),
         ("rows", c_void_p),
         ("logits", c_void_p),
+        ("nanoseconds", c_void_p),
     )

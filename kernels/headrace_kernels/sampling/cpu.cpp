@@ -1,4 +1,5 @@
 // What a sampler asks of rows of logits, each row by itself and in one pass.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -28,10 +29,24 @@ float row_maximum(const float* x, int width) {
   return std::isnan(sum(poison)) ? std::numeric_limits<float>::quiet_NaN() : highest(top);
 }
 
-int first_equal(const float* x, int width, float value) {
-  for (int i = 0; i < width; i++)
-    if (x[i] == value) return i;
-  return -1;
+constexpr int BLOCK = 1024;  // searched element by element once it is known to hold the largest
+
+struct Best {
+  int64_t id;
+  float value;
+};
+
+// The first of the largest of a row; -1 and NaN if any element is not finite.
+Best row_best(const float* x, int width) {
+  int at = 0;
+  float top = MINUS_INFINITY;
+  for (int begin = 0; begin < width; begin += BLOCK) {
+    const float found = row_maximum(x + begin, std::min(BLOCK, width - begin));
+    if (std::isnan(found)) return {-1, found};
+    if (found > top) top = found, at = begin;
+  }
+  while (x[at] != top) at++;
+  return {at, top};
 }
 
 float exp_sum(const float* x, int width, float offset) {
@@ -53,9 +68,9 @@ using namespace hr;
 // ids[r]: the first of the largest logits of row r, -1 if one is not finite. maxima[r]: its value, NaN likewise.
 HR_EXPORT void hr_argmax(const float* logits, int64_t stride, int32_t rows, int32_t width, int64_t* ids, float* maxima) {
   parallel(rows, [&](int r) {
-    const float* x = logits + r * stride;
-    maxima[r] = row_maximum(x, width);
-    ids[r] = first_equal(x, width, maxima[r]);
+    const Best best = row_best(logits + r * stride, width);
+    ids[r] = best.id;
+    maxima[r] = best.value;
   });
 }
 
