@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import HeadraceError
+from headrace_kernels.dispatch import backend
+from headrace_kernels.sampling import argmax
 from worker.engine.plan import SamplePlan, ScoredToken
 from worker.model.nucleus import draw
 from worker.model.penalties import BAN_BIAS, BadWords, adjust, needs_adjusting
@@ -70,14 +72,13 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """logits [len(rows), ≥ vocab_size] fp32, left as they are."""
         raw = logits[:, : self.vocab_size]
-        failed: dict[int, HeadraceError] = {}
-        finite = _finite_rows(raw)
-        for row, ok in zip(rows, finite, strict=True):
-            if not ok:
-                failed[row.seq_id] = HeadraceError("non_finite")
+        best = largest(raw)
+        failed = {row.seq_id: HeadraceError("non_finite") for row, b in zip(rows, best, strict=True) if b < 0}
         adjusted = self._adjust(raw, rows, failed)
         alive = [i for i, row in enumerate(rows) if row.seq_id not in failed]
-        tokens = self._choose(adjusted, rows, alive)
+        # Greedy rows that nothing adjusts are chosen already: by the look for what is not finite.
+        tokens = {i: best[i] for i in alive if is_greedy(rows[i].plan) and not needs_adjusting(rows[i].plan)}
+        tokens |= self._choose(adjusted, rows, [i for i in alive if i not in tokens])
         return Sampled(_score(raw, rows, tokens), failed)
 
     def _adjust(self, raw: Tensor, rows: Sequence[SampleRow], failed: dict[int, HeadraceError]) -> Tensor:
@@ -155,8 +156,12 @@ def _pick(logits: Tensor, rows: Sequence[int]) -> Tensor:
     return logits[torch.tensor(rows, device=logits.device)]
 
 
-def _finite_rows(logits: Tensor) -> list[bool]:
+def largest(logits: Tensor) -> list[int]:
+    """The first of the largest of each row [rows, vocab]; -1 for a row where one is not finite."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and backend().name == "cpu":
+        return argmax(logits)[0].tolist()
+    ids = logits.argmax(-1)
     sums = logits.sum(-1)  # NaN and infinity survive a sum, and it is the quickest look at every value
-    if bool(sums.isfinite().all()):
-        return [True] * len(sums)
-    return logits.isfinite().all(-1).tolist()
+    if not bool(sums.isfinite().all()):
+        ids = ids.masked_fill(~logits.isfinite().all(-1), -1)
+    return ids.tolist()
