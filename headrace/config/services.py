@@ -1,53 +1,35 @@
-"""Settings of the services: frozen, from `HEADRACE_*` variables and flags, loud about what is unknown."""
+"""The settings of each service: one frozen object, every field with its description and bounds."""
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import re
 import secrets
-import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from headrace.config.values import (
+    AUTO,
+    ConfigError,
+    default_cache_dir,
+    host_part,
+    is_loopback,
+    parse_memory,
+    refusal,
+)
 from headrace.keys import valid_pool
 from headrace.redis_url import parse_redis_url
 
-PREFIX = "HEADRACE_"
-IGNORED_PREFIX = "HEADRACE_TEST_"
 _ORIGIN = re.compile(r"https?://[^/?#@\s]+")
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
-_SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|URL")
-_MEMORY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>B|KiB|MiB|GiB|TiB|KB|MB|GB|TB|%)?", re.IGNORECASE)
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-AUTO = "auto"
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-class ConfigError(Exception):
-    """A setting that is unknown or has a value that cannot be used. Names key, value and the way out."""
-
-
-def host_part() -> str:
-    """This host's name as it begins the worker ids made here."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
-
-
 def _worker_id() -> str:
     return f"{host_part()}-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-def default_cache_dir() -> str:
-    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace")
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,11 +70,11 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not valid_pool(self.pool):
-            raise ConfigError(_bad("pool", self.pool, "1 to 64 characters of A-Z a-z 0-9 . _ -"))
+            raise ConfigError(refusal("pool", self.pool, "1 to 64 characters of A-Z a-z 0-9 . _ -"))
         try:
             parse_redis_url(self.redis_url)
         except ValueError as problem:
-            raise ConfigError(_bad("redis_url", self.redis_url, str(problem))) from None
+            raise ConfigError(refusal("redis_url", self.redis_url, str(problem))) from None
 
 
 class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
@@ -190,7 +172,7 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
             if self.kv_memory != AUTO:
                 parse_memory(self.kv_memory, free_bytes=2**40)
         except ValueError as problem:
-            raise ConfigError(_bad("kv_memory", self.kv_memory, str(problem))) from None
+            raise ConfigError(refusal("kv_memory", self.kv_memory, str(problem))) from None
         if not self.model_name:
             msgspec.structs.force_setattr(self, "model_name", self.pool)
 
@@ -237,9 +219,9 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
         super().__post_init__()
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ConfigError(_bad("cors_origins", origin, "an origin like https://app.example, or *"))
+                raise ConfigError(refusal("cors_origins", origin, "an origin like https://app.example, or *"))
         guarded = self.api_keys or self.require_key
-        if not (guarded or self.allow_anonymous or _is_loopback(self.host)):
+        if not (guarded or self.allow_anonymous or is_loopback(self.host)):
             way_out = (
                 "set HEADRACE_REQUIRE_KEY=true (and make keys with `headrace keys create`) or "
                 "HEADRACE_API_KEYS, or HEADRACE_ALLOW_ANONYMOUS=true to serve everybody"
@@ -279,142 +261,7 @@ class TasksSettings(CommonSettings, frozen=True, kw_only=True):
             try:
                 ipaddress.ip_network(network)
             except ValueError as problem:
-                raise ConfigError(_bad("webhook_networks", network, f"a network: {problem}")) from None
+                raise ConfigError(refusal("webhook_networks", network, f"a network: {problem}")) from None
 
 
 SERVICES: tuple[type[CommonSettings], ...] = (WorkerSettings, GatewaySettings, TasksSettings)
-S = TypeVar("S", bound=CommonSettings)
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One setting as the command line needs it."""
-
-    name: str
-    env: str
-    flag: str
-    type: Any  # without Annotated
-    description: str
-    default: str  # as shown in --help
-
-
-def fields(cls: type[CommonSettings]) -> Iterator[Field]:
-    hints = get_type_hints(cls, include_extras=True)
-    for info in msgspec.structs.fields(cls):
-        hint = hints[info.name]
-        default = "generated" if info.name == "worker_id" else _shown(info)
-        flag = "--" + info.name.replace("_", "-")
-        yield Field(
-            info.name, env_name(info.name), flag, hint.__origin__, hint.__metadata__[0].description, default
-        )
-
-
-def env_name(field: str) -> str:
-    return PREFIX + field.upper()
-
-
-def known_names() -> frozenset[str]:
-    """Every `HEADRACE_*` variable that some service knows."""
-    return frozenset(field.env for service in SERVICES for field in fields(service))
-
-
-def load_settings(cls: type[S], env: Mapping[str, str], overrides: Mapping[str, Any] | None = None) -> S:
-    """Settings from `env` and `overrides` (by field name; None: not given), which win.
-
-    An empty variable counts as not set, so that compose files can pass `${X:-}`.
-    Raises ConfigError for an unknown `HEADRACE_*` name, and for a value that does not fit.
-    """
-    refuse_unknown(env)
-    hints = get_type_hints(cls, include_extras=True)
-    values: dict[str, Any] = {}
-    for field in fields(cls):
-        value = (overrides or {}).get(field.name)
-        if value is None:
-            value = env.get(field.env) or None
-        if value is not None:
-            values[field.name] = _convert(field, value, hints[field.name])
-    return cls(**values)
-
-
-def refuse_unknown(env: Mapping[str, str]) -> None:
-    known = known_names()
-    for name in sorted(env):
-        if name.startswith(PREFIX) and not name.startswith(IGNORED_PREFIX) and name not in known:
-            shown = "(not shown)" if _SECRET_NAME.search(name) else repr(env[name])
-            raise ConfigError(f"{name}={shown} is not a setting: {_suggestion(name, known)}")
-
-
-def _suggestion(name: str, known: frozenset[str]) -> str:
-    without_prefix = {other.removeprefix(PREFIX) for other in known}
-    close = difflib.get_close_matches(name.removeprefix(PREFIX), without_prefix, n=1, cutoff=0.7)
-    return f"did you mean {PREFIX}{close[0]}?" if close else "unset it; --help lists the known ones"
-
-
-def parse_memory(text: str, *, free_bytes: int) -> int:
-    """Bytes of a size (`512MiB`, `1GiB`, `2GB`) or of a share of `free_bytes` (`50%`). Raises ValueError."""
-    match = _MEMORY.fullmatch(text.strip())
-    if match is None:
-        raise ValueError("auto, a size like 512MiB or 1GiB, or a share of the free memory like 50%")
-    number, unit = float(match["number"]), (match["unit"] or "").lower()
-    if unit == "%" and number > 100:
-        raise ValueError("a share of at most 100%")
-    num_bytes = int(number / 100 * free_bytes) if unit == "%" else int(number * _UNITS[unit])
-    if num_bytes < 1:
-        raise ValueError("more than nothing, like 512MiB")
-    return num_bytes
-
-
-def redact_url(url: str) -> str:
-    """The URL without its passwords, for logs and errors."""
-    shown = re.sub(r"(?<=://)([^/@]*:)[^/@]*@", r"\1***@", url)
-    return re.sub(r"(?<=password=)[^&]*", "***", shown)
-
-
-def _convert(field: Field, value: Any, hint: Any) -> Any:
-    try:
-        return msgspec.convert(_prepared(field, value), hint, strict=False)
-    except (msgspec.ValidationError, ValueError) as problem:
-        raise ConfigError(_bad(field.name, value, _expected(field, str(problem)))) from None
-
-
-def _expected(field: Field, problem: str) -> str:
-    if get_origin(field.type) is Literal:
-        return "one of " + ", ".join(get_args(field.type))
-    if problem.startswith("Expected `") and "got" in problem:
-        return {int: "a whole number", float: "a number"}.get(field.type, problem)
-    return problem
-
-
-def _prepared(field: Field, value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
-    if field.type is bool:
-        if text.lower() in _TRUE | _FALSE:
-            return text.lower() in _TRUE
-        raise ValueError("true or false")
-    if field.type == tuple[str, ...]:
-        return [part.strip() for part in text.split(",") if part.strip()]
-    return text
-
-
-def _bad(name: str, value: object, expected: str) -> str:
-    shown = "(not shown)" if name == "api_keys" else redact_url(str(value))
-    return f"{env_name(name)}={shown}: expected {expected.removeprefix('Expected ')}"
-
-
-def _shown(info: msgspec.structs.FieldInfo) -> str:
-    if info.default_factory is not msgspec.NODEFAULT:
-        return str(info.default_factory())
-    if isinstance(info.default, bool):
-        return str(info.default).lower()
-    return "" if info.default in (None, ()) else str(info.default)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
