@@ -31,7 +31,7 @@ from worker.engine.engine import Engine
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
 from worker.model import runner as runner_module
-from worker.model.fused import FusedModel
+from worker.model.compiled import CompiledModel
 from worker.model.loader import LoadedModel, load
 from worker.model.runner import ModelRunner
 from worker.queue.job import ChoiceState, RunningJob
@@ -171,7 +171,7 @@ class Decoding:
 
 
 def _decoder(runner: ModelRunner) -> CompiledDecoder:
-    if not isinstance(runner.forward, FusedModel):
+    if not isinstance(runner.forward, CompiledModel):
         raise SystemExit("this model is not one compiled call a step here; there is nothing to look into")
     return runner.forward.decoder
 
