@@ -44,6 +44,7 @@ class StepReport:
     outputs: tuple[Output, ...]
     stats: EngineStats
     room: tuple[tuple[int, int], ...]  # by class, highest first: requests and tokens that could start now
+    displaced: tuple[str, ...]  # requests that wait here behind higher classes and could go on elsewhere
     added_total: int  # requests taken in since the start, so that the claimer can count those on their way
 
 
@@ -157,5 +158,5 @@ class EngineThread:
     def _report(self, outputs: list[Output]) -> EngineStats:
         room = tuple(self._engine.admissible(priority) for priority in range(NUM_CLASSES))
         stats = self._engine.stats()
-        self._on_report(StepReport(tuple(outputs), stats, room, self._added_total))
+        self._on_report(StepReport(tuple(outputs), stats, room, self._engine.displaced(), self._added_total))
         return stats

@@ -233,6 +233,8 @@ class WorkerService:
         self._reported.set()
         apart = self._jobs.apart
         self._jobs.absorb(report.outputs)
+        if report.displaced:
+            self._spawn(self._let_displaced_go(report.displaced))
         cleared = apart and not self._jobs.apart
         if (self._claimer.waiting or cleared) and any(requests > 0 for requests, _ in self._room()):
             self._claimer.wake()
@@ -265,17 +267,32 @@ class WorkerService:
 
     async def _give_back(self) -> None:
         """Empties this worker: suspects wait for one that risks nothing else."""
-        held = self._jobs.let_go()
+        held = self._jobs.let_all_go()
         log.info("makes_room_for_suspects", released=len(held))
-        await self._publisher.flush()
-        await self._scripts.release(self._settings.worker_id, held)
-        for job in held:
-            self._leases.drop(job.job_id)
+        await self._release(held)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.lease_ms / 1000):
                 while self._engine_has_work() and not self._draining.is_set():
                     self._reported.clear()
                     await self._reported.wait()
+
+    async def _release(self, held: Sequence[HeldJob]) -> None:
+        """Back to the queue, with all they have said in their logs and no attempt used up."""
+        try:
+            await self._publisher.flush()
+            await self._scripts.release(self._settings.worker_id, held)
+        finally:
+            for job in held:
+                self._leases.drop(job.job_id)
+
+    async def _let_displaced_go(self, job_ids: Sequence[str]) -> None:
+        """What waits here behind higher classes may go on at once on a worker that has room."""
+        held = self._jobs.let_go(job_ids)
+        if not held:
+            return
+        log.info("displaced_jobs_released", jobs=len(held))
+        with suppress(RedisError, OSError):  # then their leases end
+            await self._release(held)
 
     def _engine_has_work(self) -> bool:
         return self._report is not None and self._report.stats.running + self._report.stats.waiting > 0

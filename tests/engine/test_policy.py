@@ -90,6 +90,33 @@ def test_a_higher_class_takes_a_slot_from_a_lower_one(bench: Make, request_of: M
     assert b.order.index("high") < b.order.index("also normal")
 
 
+def test_who_is_kept_behind_a_higher_class_is_named_and_only_then(bench: Make) -> None:
+    b = bench(max_num_seqs=2, num_blocks=200, max_model_len=400)
+    for name in ("low", "low too"):
+        b.add(name, 8, 200, priority=2, **NO_EOS)
+    b.step()
+    b.add("short", 8, 3, priority=0, **NO_EOS)
+    b.add("normal", 8, 20, priority=1, **NO_EOS)
+    while b.engine.stats().running != 2 or not _runs(b, "low"):
+        b.step()
+        assert not b.engine.displaced()  # not for so short a while, and not behind one of their own class
+    while b.engine.stats().waiting:
+        b.step()
+        assert not b.engine.displaced()
+    b.add("high", 8, 150, priority=0, **NO_EOS)
+    b.add("high too", 8, 150, priority=0, **NO_EOS)
+    steps = 0
+    while not b.engine.displaced():
+        b.step()
+        steps += 1
+    assert 64 <= steps < 80
+    assert b.engine.displaced() == ("low", "low too")
+    for name in b.engine.displaced():
+        b.engine.abort(name)
+    b.step()
+    assert b.engine.displaced() == ()
+
+
 def test_a_higher_class_takes_tokens_of_a_step_that_lower_ones_fill(bench: Make) -> None:
     b = bench(max_num_seqs=8, max_num_batched_tokens=4)
     for i in range(4):

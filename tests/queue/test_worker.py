@@ -98,6 +98,20 @@ def test_sigterm_hands_over_without_using_an_attempt(pool, tools):
     assert pool.state(job)["attempt"] == "1"
 
 
+def test_a_job_displaced_by_a_higher_class_goes_on_where_there_is_room(pool, tools):
+    pool.start("--max-num-seqs", "1", step_ms=10)
+    low = pool.submit("low", prompt="low", max_tokens=60, temperature=0)
+    pool.wait_tokens(low, 5)
+    high = pool.submit("high", prompt="high", max_tokens=3000, temperature=0)
+    pool.wait_tokens(high, 5)
+    pool.start("--max-num-seqs", "1", step_ms=10)
+    assert tools.text_of(pool.wait_end(low)) == tools.answer("low", 60)
+    assert pool.state(high)["status"] == "running"
+    state = pool.state(low)
+    assert (state["attempt"], state["epoch"], state["worker"]) == ("1", "2", "w1")
+    pool.redis.hset(pool.keys.job(high), "cancel", 1)
+
+
 def test_sigterm_with_nobody_else_leaves_the_job_for_the_next(pool, tools):
     first = pool.start(step_ms=20)
     job = pool.submit(prompt="alone", max_tokens=40, temperature=0)

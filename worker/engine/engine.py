@@ -62,6 +62,10 @@ class Engine:
         """Requests of this class that could start now, and the free KV tokens for them."""
         return self.scheduler.admissible(priority)
 
+    def displaced(self) -> tuple[str, ...]:
+        """Requests that higher classes have kept waiting since they took their places."""
+        return self.scheduler.displaced()
+
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 

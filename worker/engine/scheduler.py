@@ -30,6 +30,8 @@ from worker.engine.request import Group, Request, Sequence
 from worker.engine.roster import Roster
 from worker.engine.stats import Counters, EngineStats
 
+DISPLACED_STEPS = 64  # behind a higher class, until a request counts as displaced
+
 
 class Scheduler:
     """Pure bookkeeping: no clock, no tensor, no I/O. Outputs pile up until `take_outputs`."""
@@ -141,6 +143,24 @@ class Scheduler:
         used = self.pool.num_used - self.kv.freed_by(lower)
         blocks = self.pool.num_blocks - self.admission.peak_blocks(kept, used) - wanted
         return max(0, slots), max(0, int(blocks) * self.pool.block_size)
+
+    def displaced(self) -> tuple[str, ...]:
+        """Requests that gave their places to higher classes and wait behind them: they could go on elsewhere.
+
+        Asked for after every step, so the usual answer costs nothing.
+        """
+        if not self._planner.preemptions or not len(self.roster.waiting):
+            return ()
+        lowest = max((seq.group.request.priority for seq in self.roster.running), default=None)
+        if lowest is None:
+            return ()
+        since = self._step - DISPLACED_STEPS
+        found = [
+            seq.group.request
+            for seq in self.roster.waiting
+            if seq.preemptions and seq.last_step < since and seq.group.request.priority > lowest
+        ]
+        return tuple(dict.fromkeys(request.request_id for request in found))
 
     def stats(self) -> EngineStats:
         roster, pool = self.roster, self.pool

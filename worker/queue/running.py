@@ -134,14 +134,19 @@ class RunningJobs:
         log.warning("leases_expired", held=len(self._jobs))
         self._lose(list(self._jobs))
 
-    def let_go(self) -> list[HeldJob]:
-        """Stops everything, to be given back. What was said until now may still be on its way to Redis."""
-        held = [self._held(running) for running in self._jobs.values()]
-        for job in held:
-            self._send(AbortRequest(job.job_id))
-        self._jobs.clear()
-        self._probation.clear()
+    def let_go(self, job_ids: Collection[str]) -> list[HeldJob]:
+        """Stops these, to be given back. What they have said may still be on its way to Redis."""
+        held = []
+        for job_id in job_ids:
+            running = self._jobs.pop(job_id, None)
+            self._probation.pop(job_id, None)
+            if running is not None:
+                held.append(self._held(running))
+                self._send(AbortRequest(job_id))
         return held
+
+    def let_all_go(self) -> list[HeldJob]:
+        return self.let_go(list(self._jobs))
 
     def _lose(self, job_ids: Sequence[str]) -> None:
         lost = [self._held(self._jobs[job_id]) for job_id in job_ids]
