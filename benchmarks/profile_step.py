@@ -114,7 +114,7 @@ class Decoding:
     def _add(self, name: str, prompt: list[int], tokens: int, codec: TextCodec) -> None:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         self.engine.add(Request(name, prompt, params, 1))
-        job = Job(id=name, pool="profile", job_class="batch", entry_id="1-1", params=params)
+        job = Job(id=name, pool="profile", job_class="normal", entry_id="1-1", params=params)
         self.jobs[name] = RunningJob(
             job,
             epoch=1,
