@@ -31,6 +31,7 @@ from worker.queue.control import ControlChannel, EntryWatcher
 from worker.queue.intake import Admitted, Intake, ServedModel
 from worker.queue.lease import LeaseCallbacks, LeaseKeeper
 from worker.queue.publisher import Publisher
+from worker.queue.returns import Returns
 from worker.queue.running import RunningJobs
 from worker.tracing import JobTraces
 from worker.watchdog import Watchdog
@@ -41,7 +42,6 @@ MAX_BACKLOG_EVENTS = 8_192  # events Redis has not acknowledged; above it the en
 OVERDUE_S = 0.25  # how late a job that waits may be told that its time is over
 REAP_S = 10.0
 REDIS_RETRY_S = 0.5
-MAKE_GOOD_S, MAKE_GOOD_RETRY_S = 60.0, 0.1  # how long and how often a worker that lives tries to say so
 
 
 class WorkerService:
@@ -68,6 +68,7 @@ class WorkerService:
             self._scripts, retention_ms=settings.retention_ms, on_outcomes=self._settle
         )
         self._leases = self._lease_keeper()
+        self._returns = Returns(self._scripts, settings.worker_id, self._publisher, self._leases)
         self._engine = EngineThread(
             engine,
             may_run=self._may_run,
@@ -234,7 +235,7 @@ class WorkerService:
         apart = self._jobs.apart
         self._jobs.absorb(report.outputs)
         if report.displaced:
-            self._spawn(self._let_displaced_go(report.displaced))
+            self._spawn(self._returns.release_displaced(self._jobs, report.displaced))
         cleared = apart and not self._jobs.apart
         if (self._claimer.waiting or cleared) and any(requests > 0 for requests, _ in self._room()):
             self._claimer.wake()
@@ -269,47 +270,18 @@ class WorkerService:
         """Empties this worker: suspects wait for one that risks nothing else."""
         held = self._jobs.let_all_go()
         log.info("makes_room_for_suspects", released=len(held))
-        await self._release(held)
+        await self._returns.release(held)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.lease_ms / 1000):
                 while self._engine_has_work() and not self._draining.is_set():
                     self._reported.clear()
                     await self._reported.wait()
 
-    async def _release(self, held: Sequence[HeldJob]) -> None:
-        """Back to the queue, with all they have said in their logs and no attempt used up."""
-        try:
-            await self._publisher.flush()
-            await self._scripts.release(self._settings.worker_id, held)
-        finally:
-            for job in held:
-                self._leases.drop(job.job_id)
-
-    async def _let_displaced_go(self, job_ids: Sequence[str]) -> None:
-        """What waits here behind higher classes may go on at once on a worker that has room."""
-        held = self._jobs.let_go(job_ids)
-        if not held:
-            return
-        log.info("displaced_jobs_released", jobs=len(held))
-        with suppress(RedisError, OSError):  # then their leases end
-            await self._release(held)
-
     def _engine_has_work(self) -> bool:
         return self._report is not None and self._report.stats.running + self._report.stats.waiting > 0
 
     def _handle_lost(self, lost: Collection[HeldJob]) -> None:
-        self._spawn(self._make_good(list(lost)))
-
-    async def _make_good(self, lost: list[HeldJob]) -> None:
-        """This worker lives: what nobody took meanwhile goes back, and no death is held against the rest."""
-        end_s = self._loop.time() + MAKE_GOOD_S
-        while self._loop.time() < end_s:
-            try:
-                await self._scripts.release(self._settings.worker_id, lost)
-                await self._scripts.pardon(self._settings.worker_id, lost)
-                return
-            except (RedisError, OSError):
-                await asyncio.sleep(MAKE_GOOD_RETRY_S)
+        self._spawn(self._returns.make_good(list(lost)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
