@@ -1,6 +1,6 @@
 """Every CPU kernel beside its torch reference and the machine's limits, measured in the same run.
 
-    python benchmarks/kernels.py [--threads 2] [--isa avx512|avx2|generic] [--seconds 0.5] [--json FILE]
+    python -m benchmarks.kernels [--threads 2] [--isa avx512|avx2|generic] [--seconds 0.5] [--json FILE]
 
 Products run over all matrices of a SmolLM2-135M (30 layers and the head), so that weights are streamed from
 memory as in a real step: a single layer would sit in the cache and flatter. Times are the best of some. The
