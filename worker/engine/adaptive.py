@@ -18,6 +18,7 @@ PATIENCE = 4
 WARM_UP = 8  # steps before the first change
 SMOOTHING = 0.1  # of the keys read for each token
 MIN_TOKENS = 16  # never less for a step, whatever its measured time
+FIRST_TOKENS = 64  # with a target: nothing is known yet, and one step that is too large has missed it
 PREFILL_SHARE = 8  # sequences leave an eighth of the step to prompts
 
 
@@ -30,7 +31,7 @@ class AdaptiveBudget:
         self._max_seqs = max_num_seqs
         self._target_s = target_s
         self._floor = min(MIN_TOKENS, max_num_tokens)
-        self._num_tokens = max_num_tokens
+        self._num_tokens = max_num_tokens if target_s is None else min(FIRST_TOKENS, max_num_tokens)
         self._keys_per_token = 0.0
         self._since_change = 0
 
