@@ -171,6 +171,8 @@ class Cluster:
         eventually(lambda: all(self.agrees(each) for each in self.ports), 30)
         self.fleet.client(port).execute_command("CLUSTER", "REPLICATE", self.node_id(master))
         eventually(lambda: self.fleet.client(port).info("replication")["master_link_status"] == "up", 20)
+        # Until its first acknowledgement, up to a second later, the master keeps back what it writes.
+        eventually(lambda: self.fleet.client(master).wait(1, 100) == 1, 20)
         return port
 
     def move(self, slot: int, halfway: threading.Event, go_on: threading.Event) -> None:

@@ -244,7 +244,10 @@ async def test_a_pool_under_load(cluster: Any, pool: Any, tools: Any, fault: str
             go_on.set()
             await moved
         else:
+            worker.send_signal(signal.SIGSTOP)  # what the replica does not have yet would be lost
+            assert await asyncio.to_thread(cluster.fleet.client(cluster.owner(slot)).wait, 1, 5000) == 1
             cluster.fleet.kill(cluster.owner(slot))
+            worker.send_signal(signal.SIGCONT)
         await asyncio.wait_for(asyncio.gather(*followers), 60)
         if fault == "its node fails":
             assert cluster.owner(slot) == replica

@@ -49,8 +49,12 @@ def completion(url: str, fields: dict[str, Any]) -> urllib.request.Request:
 
 
 @pytest.fixture
-def slow_start(redis_server, tmp_path: Path):
-    """From now on the server takes its time to load."""
+def slow_start(redis_server, tools, tmp_path: Path):
+    """From now on the server takes its time to load; it has little to load yet, whatever ran before."""
+    with redis_server.client() as client:
+        client.flushall()
+        client.bgrewriteaof()
+        tools.eventually(lambda: rewriting(client) == 0)
     wrapper = tmp_path / "slow-redis-server"
     wrapper.write_text(f'#!/bin/sh\nexec "{redis_server.binary}" --key-load-delay {DELAY_US} "$@"\n')
     wrapper.chmod(0o755)
@@ -58,6 +62,11 @@ def slow_start(redis_server, tmp_path: Path):
     yield redis_server
     redis_server.binary = binary
     redis_server.kill()
+
+
+def rewriting(client: redis.Redis) -> int:
+    told = client.info("persistence")
+    return told["aof_rewrite_in_progress"] + told["aof_rewrite_scheduled"]
 
 
 def fill(client: redis.Redis) -> None:
