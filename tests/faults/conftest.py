@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,3 +105,26 @@ def hooks() -> Iterator[Any]:
     """An endpoint for webhooks."""
     with FLEET.Hooks() as hooks:
         yield hooks
+
+
+@contextmanager
+def _again_and_again(action: Callable[[], object], interval_s: float) -> Iterator[None]:
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(interval_s):
+            action()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture
+def again_and_again() -> Callable[..., AbstractContextManager[None]]:
+    """`with again_and_again(action, interval_s)`: on a thread of its own, until the block ends."""
+    return _again_and_again

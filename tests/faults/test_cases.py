@@ -7,10 +7,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -35,23 +33,6 @@ def calls(pool: Any) -> int:
     return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "eval", "xread"))
 
 
-@contextmanager
-def again_and_again(action: Callable[[], object], interval_s: float) -> Iterator[None]:
-    stop = Event()
-
-    def run() -> None:
-        while not stop.wait(interval_s):
-            action()
-
-    thread = Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 def cut_connections(pool: Any) -> None:
     for kind in ("normal", "pubsub"):
         pool.redis.client_kill_filter(_type=kind, skipme=True)
@@ -64,7 +45,7 @@ def ask(pool: Any, tools: Any, prompt: str, num_tokens: int = 5, within_s: float
     return str(job)
 
 
-def test_each_worker_consumes_again_after_outages(pool, tools, redis_server):
+def test_each_worker_consumes_again_after_outages(pool, tools, redis_server, again_and_again):
     workers = [pool.start(*QUIET) for _ in range(2)]
     load = [pool.submit(prompt=f"load {n}", max_tokens=60, temperature=0) for n in range(4)]
     for _ in range(2):
@@ -161,7 +142,7 @@ def test_steps_longer_than_the_lease_start_no_second_run(pool, tools):
     assert pool.state(job)["attempt"] == "1"
 
 
-def test_connections_cut_200_times_a_second_hide_no_job(pool, tools):
+def test_connections_cut_200_times_a_second_hide_no_job(pool, tools, again_and_again):
     pool.start(*QUIET)
     jobs = [pool.submit(prompt=f"ghost {n}", max_tokens=5, temperature=0) for n in range(60)]
     with again_and_again(lambda: cut_connections(pool), 0.005):
@@ -180,7 +161,7 @@ def test_an_id_used_again_after_its_time_says_nothing_old(pool, tools):
     assert tools.text_of(pool.wait_end("again")) == tools.answer("second", 20)
 
 
-def test_a_worker_holds_what_it_runs_and_no_more(pool, tools):
+def test_a_worker_holds_what_it_runs_and_no_more(pool, tools, again_and_again):
     pool.start(*QUIET, "--max-num-seqs", "4", step_ms=20)
     jobs = [pool.submit(prompt=f"long {n}", max_tokens=4000) for n in range(12)]
     tools.eventually(lambda: pool.redis.zcard(pool.keys.leases) == 4)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import redis
@@ -61,23 +58,6 @@ def end_of(pool, job: str) -> tuple[str, str | None]:
     return (ends[0].status, (ends[0].error or {}).get("code")) if ends else ("", None)
 
 
-@contextmanager
-def again_and_again(action, interval_s: float) -> Iterator[None]:
-    stop = threading.Event()
-
-    def run() -> None:
-        while not stop.wait(interval_s):
-            action()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 def test_freeze_for_longer_than_the_lease(pool, tools, worker, running, redis_server):
     redis_server.pause()
     time.sleep(2.5)
@@ -86,7 +66,7 @@ def test_freeze_for_longer_than_the_lease(pool, tools, worker, running, redis_se
     assert_lives(pool, tools, worker)
 
 
-def test_storm_of_killed_connections(pool, tools, worker, running):
+def test_storm_of_killed_connections(pool, tools, worker, running, again_and_again):
     def kill_all() -> None:
         pool.redis.client_kill_filter(_type="normal", skipme=True)
         pool.redis.client_kill_filter(_type="pubsub", skipme=True)
@@ -97,7 +77,7 @@ def test_storm_of_killed_connections(pool, tools, worker, running):
     assert worker.poll() is None
 
 
-def test_scripts_flushed_ten_times_a_second(pool, tools, worker, running):
+def test_scripts_flushed_ten_times_a_second(pool, tools, worker, running, again_and_again):
     with again_and_again(pool.redis.script_flush, 0.1):
         assert_undisturbed(pool, tools, running)
         assert_lives(pool, tools, worker)
