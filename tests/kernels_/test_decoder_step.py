@@ -34,7 +34,12 @@ def _tables(positions: int = 128, dims: int = DIM) -> tuple[Tensor, Tensor]:
 
 
 def _decoder(
-    on: Backend, shape: DecoderShape = SHAPE, bias: bool = False, int8: bool = False, **options: Any
+    on: Backend,
+    shape: DecoderShape = SHAPE,
+    bias: bool = False,
+    int8: bool = False,
+    dim: int = DIM,
+    **options: Any,
 ) -> CompiledDecoder:
     draw = torch.Generator().manual_seed(5)
 
@@ -58,8 +63,8 @@ def _decoder(
 
     layers = [
         LayerWeights(
-            qkv=weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
-            output=weight(HIDDEN, HEADS * DIM),
+            qkv=weight((shape.heads + 2 * KV_HEADS) * dim, HIDDEN),
+            output=weight(HIDDEN, shape.heads * dim),
             gate_up=gate_up(),
             down=weight(HIDDEN, shape.intermediate),
             attention_norm=1 + random(HIDDEN),
@@ -72,10 +77,10 @@ def _decoder(
     embedding = pack(random(VOCABULARY, HIDDEN))
     decoder = CompiledDecoder(shape, layers, embedding, embedding, 1 + random(HIDDEN))
     decoder.bind(
-        [torch.full((32, KV_HEADS, DIM, BLOCK), torch.nan) for _ in layers],
-        [torch.full((32, KV_HEADS, BLOCK, DIM), torch.nan) for _ in layers],
+        [torch.full((32, KV_HEADS, dim, BLOCK), torch.nan) for _ in layers],
+        [torch.full((32, KV_HEADS, BLOCK, dim), torch.nan) for _ in layers],
     )
-    decoder.set_tables([_tables(), _tables(dims=8)])
+    decoder.set_tables([_tables(dims=dim), _tables(dims=8)])
     return decoder
 
 
@@ -111,6 +116,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "mlp_post_norm": torch.linspace(1, 0.1, HIDDEN),
     },
     "int8": {"int8": True, "shape": replace(SHAPE, intermediate=96)},
+    "int8, a head is a group": {"int8": True, "shape": replace(SHAPE, intermediate=96), "dim": 32},
+    "int8, heads share a group": {"int8": True, "shape": replace(SHAPE, intermediate=96, heads=8)},
     "sinks": {"sinks": torch.linspace(-1, 3, HEADS)},
 }
 
@@ -119,11 +126,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_step_is_right_for_each_option(cpu: Backend, draw: torch.Generator, name: str) -> None:
     decoder = _decoder(cpu, **OPTIONS[name])
     ids = torch.randint(VOCABULARY, (41,), generator=draw)
-    tables = {0: _tables(), 1: _tables(dims=8)}
+    tables = {0: _tables(dims=OPTIONS[name].get("dim", DIM)), 1: _tables(dims=8)}
     expected = reference.logits(decoder, tables, ids, KV_HEADS).float()
     got = _run(decoder, [(ids, 0, [7, 3, 30])])
-    if name == "int8":  # eight bits of each activation: only as a whole
-        assert float((got - expected).norm() / expected.norm()) < 0.06
+    if name.startswith(
+        "int8"
+    ):  # a byte may round the other way than in fp64, and goes on from layer to layer
+        assert float((got - expected).norm() / expected.norm()) < 0.03
     else:
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4), (got - expected).abs().max()
 

@@ -25,7 +25,6 @@ from . import reference
 PARTS: Final = (
     "embedding",
     "norms",
-    "activations to bytes",
     "query, key, value",
     "rotary, KV write",
     "attention",

@@ -59,9 +59,12 @@ class Run {
     rotary_kv_write(d_.shape, layer.rotary, qkv_, rows_, step_.positions, step_.slots, layer.cache);
     watch_.lap(PART_ROTARY);
     const bool select = last && step_.row_count != rows_;
+    // A head whose width is no whole number of groups leaves a group of bytes to two tasks.
+    const bool apart = layer.output.int8_activations && d_.shape.v_dim % QUANT_GROUP != 0;
     paged_attention(d_.shape, layer.attention, step_.sequences, qkv_, qkv_width_, layer.cache,
-                    select ? RowSink::row_major(gated_, attention_width_) : sink_for(layer.output, input_, rows_));
+                    select || apart ? RowSink::row_major(gated_, attention_width_) : sink_for(layer.output, input_, rows_));
     if (select) keep_wanted(layer.output);
+    else if (apart) parallel_rows(rows_, [&](int r) { put_attention(sink_for(layer.output, input_, rows_), r, r); });
     watch_.lap(PART_ATTENTION);
     add_product(layer.output, input_, layer.attention_post_norm);
     watch_.lap(PART_OUTPUT);
@@ -72,14 +75,19 @@ class Run {
     const int count = step_.row_count;
     const RowSink sink = sink_for(w, input_, count);
     for (int r = 0; r < count; r++) {
-      const float* from = gated_ + step_.rows[r] * attention_width_;
-      for (int i = 0; i < attention_width_; i += LANES)
-        sink.put(r, i, load_up_to(from + i, attention_width_ - i), std::min(LANES, attention_width_ - i));
+      put_attention(sink, r, step_.rows[r]);
       std::memcpy(block_ + static_cast<size_t>(r) * d_.hidden, x_ + step_.rows[r] * d_.hidden, sizeof(float) * d_.hidden);
     }
     std::swap(x_, block_);
     rows_ = count;
     all_wanted_ = true;
+  }
+
+  void put_attention(const RowSink& sink, int r, int64_t from_row) const {
+    RowSink::Row to = sink.row(r);
+    const float* from = gated_ + from_row * attention_width_;
+    for (int i = 0; i < attention_width_; i += LANES)
+      to.put(i, load_up_to(from + i, attention_width_ - i), std::min(LANES, attention_width_ - i));
   }
 
   void feed_forward(const Layer& layer) {
@@ -89,7 +97,7 @@ class Run {
     multiply(w, input_, rows_, 2, [&](const float* sums, int panel, int row, int rows) {
       const int column = panel / 2 * PANEL, width = std::min(PANEL, d_.intermediate - column);
       for (int r = 0; r < rows; r++) {
-        const RowSink::Row to = sink.row(row + r);
+        RowSink::Row to = sink.row(row + r);
         for (int i = 0; i < width; i += LANES) {
           F16 gate = load(sums + r * PANEL + i), up = load(sums + (rows + r) * PANEL + i);
           if (w.bias) {
@@ -116,17 +124,15 @@ class Run {
     });
   }
 
-  // Where the rows that `w` will multiply go: strips, or whole rows that are made into bytes first.
+  // Where the rows that `w` will multiply go: strips of floats, or of bytes, which take less than half the room.
   static RowSink sink_for(const Weight& w, float* buffer, int rows) {
-    return w.int8_activations ? RowSink::row_major(buffer, w.k) : RowSink::strips(buffer, w.k, rows);
+    return w.int8_activations ? RowSink::bytes(buffer, w.k, rows, w.storage) : RowSink::strips(buffer, w.k, rows);
   }
 
   template <class Finish>
   void multiply(const Weight& w, const float* input, int rows, int group, Finish&& finish) {
-    if (!w.int8_activations) return product(PackedRows{input, w.k, Strips(rows)}, w, group, finish);
-    const QuantisedRows quantised = quantise_rows(input, w.k, rows, w);
-    watch_.lap(PART_QUANTISE);
-    product(quantised, w, group, finish);
+    if (w.int8_activations) product(QuantisedRows::at(input, w.k, rows), w, group, finish);
+    else product(PackedRows{input, w.k, Strips(rows)}, w, group, finish);
   }
 
   void linear(const Weight& w, const float* input, const RowMajorOutput& out) { linear(w, input, rows_, out); }

@@ -34,7 +34,7 @@ struct Decoder {
 };
 
 // Of a step's time; the names are those of decoder_step/__init__.py.
-enum Part { PART_EMBEDDING, PART_NORM, PART_QUANTISE, PART_QKV, PART_ROTARY, PART_ATTENTION, PART_OUTPUT, PART_GATE_UP,
+enum Part { PART_EMBEDDING, PART_NORM, PART_QKV, PART_ROTARY, PART_ATTENTION, PART_OUTPUT, PART_GATE_UP,
             PART_DOWN, PART_HEAD, PARTS };
 
 struct Step {

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..gated_activation.reference import ACTIVATIONS
-from ..matmul import unpack
+from ..matmul import PackedWeight, unpack
+from ..matmul_int8.reference import quantise_activations
 from ..paged_attention import reference as attention
 from ..rms_norm.reference import rms_norm
 from ..rotary_kv.reference import rotate
@@ -31,7 +32,7 @@ def logits(
         h = _feed_forward(decoder, layer, rms_norm(x, layer.mlp_norm.double(), shape.epsilon))
         x = x + _after(h, layer.mlp_post_norm, shape.epsilon) * shape.residual_scale
     x = rms_norm(x, decoder.final_norm.double(), shape.epsilon)
-    out = x @ unpack(decoder.head).double().T * shape.logit_scale
+    out = _product(decoder.head, x) * shape.logit_scale
     return torch.tanh(out / shape.logit_softcap) * shape.logit_softcap if shape.logit_softcap else out
 
 
@@ -49,9 +50,7 @@ def _attend(
     heads = decoder.shape.heads
     v_dim = layer.output.k // heads
     k_dim = (layer.qkv.n - kv_heads * v_dim) // (heads + kv_heads)
-    qkv = h @ unpack(layer.qkv).double().T
-    if layer.qkv.bias is not None:
-        qkv = qkv + layer.qkv.bias
+    qkv = _product(layer.qkv, h)
     q, k, v = qkv.split([heads * k_dim, kv_heads * k_dim, kv_heads * v_dim], 1)
     q, k, v = (t.unflatten(1, (-1, dim)) for t, dim in ((q, k_dim), (k, k_dim), (v, v_dim)))
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -64,16 +63,21 @@ def _attend(
     out = attention.attend(
         q, k, v, 0, scale=layer.scale, window=layer.window, softcap=layer.softcap, sinks=sinks
     )
-    out = out.flatten(1) @ unpack(layer.output).double().T
-    return out if layer.output.bias is None else out + layer.output.bias
+    return _product(layer.output, out.flatten(1))
 
 
 def _feed_forward(decoder: CompiledDecoder, layer: LayerWeights, h: Tensor) -> Tensor:
     width = decoder.shape.intermediate
-    both = h @ unpack(layer.gate_up).double().T
-    if layer.gate_up.bias is not None:
-        both = both + layer.gate_up.bias
+    both = _product(layer.gate_up, h)
     panels = both.unflatten(1, (-1, 2, 32))
     gate, up = (panels[:, :, i].flatten(1)[:, :width] for i in (0, 1))
-    out = (ACTIVATIONS[decoder.shape.activation](gate) * up) @ unpack(layer.down).double().T
-    return out if layer.down.bias is None else out + layer.down.bias
+    return _product(layer.down, ACTIVATIONS[decoder.shape.activation](gate) * up)
+
+
+def _product(weight: PackedWeight, x: Tensor) -> Tensor:
+    """x [rows, k] times a packed weight, its activations in bytes where it wants them; [rows, n] in fp64."""
+    if weight.int8_activations:
+        q, scales = quantise_activations(x)
+        x = (q * scales).flatten(1)
+    out = x @ unpack(weight).double().T
+    return out if weight.bias is None else out + weight.bias

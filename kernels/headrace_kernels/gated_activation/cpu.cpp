@@ -10,10 +10,11 @@ using namespace hr;
 HR_EXPORT void hr_gated_activation(int32_t activation, const float* gate_up, int32_t rows, int32_t width, float* out) {
   const RowSink sink = RowSink::row_major(out, width);
   parallel_rows(rows, [&](int r) {
+    RowSink::Row to = sink.row(r);
     const float* gate = gate_up + static_cast<size_t>(r) * 2 * width;
     for (int i = 0; i < width; i += LANES) {
       const int n = width - i < LANES ? width - i : LANES;
-      sink.put(r, i, mul(activate(activation, load_up_to(gate + i, n)), load_up_to(gate + width + i, n)), n);
+      to.put(i, mul(activate(activation, load_up_to(gate + i, n)), load_up_to(gate + width + i, n)), n);
     }
   });
 }

@@ -8,6 +8,10 @@
 
 namespace hr {
 
+constexpr int INT8_MAX_STRIP = REGISTERS >= 32 ? 8 : 4;
+// Rows of a strip on this processor; the bits do not depend on it.
+int int8_strip();
+
 // Of a strip of n rows, for each group of 32 k: words [8][n] of four k's, then scale[n], correction[n] = minus the weights'
 // zero point times the sum of the bytes, and offset[n] = scale * sum.
 struct QuantisedRows {
@@ -17,13 +21,14 @@ struct QuantisedRows {
 
   static constexpr size_t GROUP_BYTES = QUANT_GROUP + 3 * 4;  // of one row
   static size_t bytes(int rows, int k) { return static_cast<size_t>(rows) * (k / QUANT_GROUP) * GROUP_BYTES; }
+  static QuantisedRows at(const void* data, int k, int rows) {
+    return {static_cast<const uint8_t*>(data), k, Strips(rows, int8_strip())};
+  }
   const uint8_t* strip(int s, int group) const {
     return data + (static_cast<size_t>(strips.begin(s)) * (k / QUANT_GROUP) +
                    static_cast<size_t>(group) * strips.size(s)) * GROUP_BYTES;
   }
 };
-
-constexpr int INT8_STRIP = REGISTERS >= 32 ? 8 : 4;
 
 // A group's 32 numbers of one row: q = round(x * 127 / max|x|), ties to even. NaN and infinity make the scale NaN, and
 // with it the row: as integers their magnitudes are the largest.

@@ -243,10 +243,10 @@ class Attention {
         factor = decay(rows.highest[r], now);
         total = total * factor + decay(options_.sinks[head], now);
       }
+      RowSink::Row to = out_.row(first_row + r / group_);
       for (int column = 0; column < shape_.v_dim; column += LANES) {
-        F16 o = mul(load(rows.out + r * rows.ld_out + column), set1(factor));
-        out_.put(first_row + r / group_, head * shape_.v_dim + column, div(o, set1(total)),
-                 std::min(LANES, shape_.v_dim - column));
+        const F16 o = mul(load(rows.out + r * rows.ld_out + column), set1(factor));
+        to.put(head * shape_.v_dim + column, div(o, set1(total)), std::min(LANES, shape_.v_dim - column));
       }
     }
   }

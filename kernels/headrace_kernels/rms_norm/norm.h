@@ -30,7 +30,7 @@ HR_INLINE void normalise(const float* x, const float* weight, int width, float e
 }
 
 inline void rms_norm_row(const float* x, const float* weight, int width, float epsilon, int row, const RowSink& out) {
-  const RowSink::Row to = out.row(row);
+  RowSink::Row to = out.row(row);
   normalise(x, weight, width, epsilon, [&](int i, F16 y, int n) HR_LAMBDA { to.put(i, y, n); });
 }
 
