@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from headrace import scripts as scripts_module
+from headrace import script_runner
 from headrace.connect import connect
 from headrace.keys import Keys
 from headrace.log import read_log
@@ -62,7 +62,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         text = GUARD + load_script(name).text
         return LuaSource(text, hashlib.sha1(text.encode()).hexdigest())
 
-    monkeypatch.setattr(scripts_module, "load_script", load)
+    monkeypatch.setattr(script_runner, "load_script", load)
 
 
 class Pool:
