@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..triton_device import block_of, wanted_programs, widens
-from .triton_kernels import attend, merge_splits
+from .triton_kernels import Shape, attend, merge_splits
 
 Ints = npt.NDArray[np.int64]
 ROWS = 16  # (token, query head) pairs of a program, or the group of a KV head if that is larger
@@ -125,7 +125,7 @@ def paged_attention(
         return out
     rows = rows_of(group)
     padded = (block_of(k_dim), block_of(v_dim))
-    shape = (kv_heads, group, k_dim, v_dim, *padded, block_size, rows, rows // group, TILE, SPLIT)
+    shape = Shape(kv_heads, group, k_dim, v_dim, *padded, block_size, rows, rows // group, TILE, SPLIT)
     splits = -(-sequences.longest // SPLIT)
     if at_once is None:
         at_once = splits > 1 and len(block_seq) * kv_heads < wanted_programs(query.device)

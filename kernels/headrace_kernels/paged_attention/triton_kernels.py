@@ -3,8 +3,26 @@
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for. A block is a head's size, padded to a power of two."""
+
+    kv_heads: int
+    group: int  # query heads to a KV head
+    k_dim: int
+    v_dim: int
+    k_block: int
+    v_block: int
+    block_size: int  # tokens of a KV block
+    rows: int  # (token, query head) pairs of a program
+    queries: int  # tokens of a program
+    tile: int  # keys that are read at once
+    split: int  # keys that are added up before splits are merged
 
 
 @triton.jit
@@ -21,6 +39,14 @@ def _tanh(x):
     small = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def _nothing(SHAPE: tl.constexpr):
+    """A part of a softmax without keys."""
+    top = tl.full([SHAPE.rows], float("-inf"), tl.float32)
+    total = tl.full([SHAPE.rows], 0.0, tl.float32)
+    return top, total, tl.full([SHAPE.rows, SHAPE.v_block], 0.0, tl.float32)
 
 
 @triton.jit
@@ -47,43 +73,32 @@ def _split(
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Maximum, sum and weighted values [ROWS, V_BLOCK] over the keys of one split that rows may see."""
-    KV_HEADS: tl.constexpr = SHAPE[0]
-    K_DIM: tl.constexpr = SHAPE[2]
-    V_DIM: tl.constexpr = SHAPE[3]
-    K_BLOCK: tl.constexpr = SHAPE[4]
-    V_BLOCK: tl.constexpr = SHAPE[5]
-    BLOCK_SIZE: tl.constexpr = SHAPE[6]
-    ROWS: tl.constexpr = SHAPE[7]
-    TILE: tl.constexpr = SHAPE[9]
-    SPLIT: tl.constexpr = SHAPE[10]
-    k_dim, v_dim = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, V_BLOCK], tl.float32)
-    first = tl.maximum(split * SPLIT, low // TILE * TILE)
-    for at in range(first, tl.minimum(split * SPLIT + SPLIT, kv_len), TILE):
-        key = at + tl.arange(0, TILE)
+    """Maximum, sum and weighted values [rows, v_block] over the keys of one split that rows may see."""
+    k_dim, v_dim = tl.arange(0, SHAPE.k_block), tl.arange(0, SHAPE.v_block)
+    top, total, out = _nothing(SHAPE)
+    first = tl.maximum(split * SHAPE.split, low // SHAPE.tile * SHAPE.tile)
+    for at in range(first, tl.minimum(split * SHAPE.split + SHAPE.split, kv_len), SHAPE.tile):
+        key = at + tl.arange(0, SHAPE.tile)
         written = key < kv_len
-        block = tl.load(table + key // BLOCK_SIZE, mask=written, other=0).to(tl.int64)
-        slot = key % BLOCK_SIZE
+        block = tl.load(table + key // SHAPE.block_size, mask=written, other=0).to(tl.int64)
+        slot = key % SHAPE.block_size
         k_base = block * k_strides[0] + kv_head * k_strides[1] + slot * k_strides[3]
         k = tl.load(
             keys + k_base[None, :] + k_dim[:, None] * k_strides[2],
-            mask=(k_dim < K_DIM)[:, None] & written[None, :],
+            mask=(k_dim < SHAPE.k_dim)[:, None] & written[None, :],
             other=0.0,
         )
         v_base = block * v_strides[0] + kv_head * v_strides[1] + slot * v_strides[2]
         v = tl.load(
             values + v_base[:, None] + v_dim[None, :] * v_strides[3],
-            mask=written[:, None] & (v_dim < V_DIM)[None, :],
+            mask=written[:, None] & (v_dim < SHAPE.v_dim)[None, :],
             other=0.0,
         )
         if QUANTISED or WIDEN:
             k, v = k.to(q.dtype), v.to(q.dtype)
         s = tl.dot(q, k, input_precision="ieee") * scale
         if QUANTISED:
-            at_scale = (block * BLOCK_SIZE + slot) * KV_HEADS + kv_head
+            at_scale = (block * SHAPE.block_size + slot) * SHAPE.kv_heads + kv_head
             s *= tl.load(k_scales + at_scale, mask=written, other=0.0)[None, :]
         if CAPPED:
             s = _tanh(s / softcap) * softcap
@@ -109,19 +124,16 @@ def _rows(
     program, kv_head, block_seq, block_first, cu, starts, window, WINDOWED: tl.constexpr, SHAPE: tl.constexpr
 ):
     """Which tokens and heads a program's rows are, and which keys they may see: low … kv_len - 1."""
-    GROUP: tl.constexpr = SHAPE[1]
-    ROWS: tl.constexpr = SHAPE[7]
-    QUERIES: tl.constexpr = SHAPE[8]
     sequence = tl.load(block_seq + program)
     known = tl.maximum(sequence, 0)
     first = tl.load(block_first + program)
     begin, end, start = tl.load(cu + known), tl.load(cu + known + 1), tl.load(starts + known)
-    row = tl.arange(0, ROWS)
-    token = first + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    live = (row < QUERIES * GROUP) & (token < end)
+    row = tl.arange(0, SHAPE.rows)
+    token = first + row // SHAPE.group
+    head = kv_head * SHAPE.group + row % SHAPE.group
+    live = (row < SHAPE.queries * SHAPE.group) & (token < end)
     position = start + token - begin
-    kv_len = start + tl.minimum(first + QUERIES, end) - begin
+    kv_len = start + tl.minimum(first + SHAPE.queries, end) - begin
     low = tl.zeros_like(kv_len)
     if WINDOWED:
         low = tl.maximum(start + first - begin - window + 1, 0)
@@ -131,26 +143,28 @@ def _rows(
 @triton.jit
 def _start(sinks, head, live, HAS_SINKS: tl.constexpr, SHAPE: tl.constexpr):
     """The softmax before any key: nothing, or the sink."""
-    V_BLOCK: tl.constexpr = SHAPE[5]
-    ROWS: tl.constexpr = SHAPE[7]
+    top, total, out = _nothing(SHAPE)
     if HAS_SINKS:
         top = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
-        total = tl.full([ROWS], 1.0, tl.float32)
-    else:
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-    return top, total, tl.zeros([ROWS, V_BLOCK], tl.float32)
+        total = tl.full([SHAPE.rows], 1.0, tl.float32)
+    return top, total, out
 
 
 @triton.jit
 def _finish(out, total, result, token, head, live, SHAPE: tl.constexpr):
-    HEADS: tl.constexpr = SHAPE[0] * SHAPE[1]
-    V_DIM: tl.constexpr = SHAPE[3]
-    V_BLOCK: tl.constexpr = SHAPE[5]
-    v_dim = tl.arange(0, V_BLOCK)
+    v_dim = tl.arange(0, SHAPE.v_block)
+    heads = SHAPE.kv_heads * SHAPE.group
     y = result / tl.where(live, total, 1.0)[:, None]
-    places = (token * HEADS + head)[:, None] * V_DIM + v_dim[None, :]
-    tl.store(out + places, y.to(out.dtype.element_ty), mask=live[:, None] & (v_dim < V_DIM)[None, :])
+    places = (token * heads + head)[:, None] * SHAPE.v_dim + v_dim[None, :]
+    tl.store(out + places, y.to(out.dtype.element_ty), mask=live[:, None] & (v_dim < SHAPE.v_dim)[None, :])
+
+
+@triton.jit
+def _place(program, kv_head, split, splits, SHAPE: tl.constexpr):
+    """Where a split's part lies: its rows [rows], and their values [rows, v_block]."""
+    part = (program.to(tl.int64) * SHAPE.kv_heads + kv_head) * splits + split
+    row = part * SHAPE.rows + tl.arange(0, SHAPE.rows)
+    return row, row[:, None] * SHAPE.v_block + tl.arange(0, SHAPE.v_block)[None, :]
 
 
 @triton.jit
@@ -185,23 +199,16 @@ def attend(
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    KV_HEADS: tl.constexpr = SHAPE[0]
-    GROUP: tl.constexpr = SHAPE[1]
-    K_DIM: tl.constexpr = SHAPE[2]
-    K_BLOCK: tl.constexpr = SHAPE[4]
-    V_BLOCK: tl.constexpr = SHAPE[5]
-    ROWS: tl.constexpr = SHAPE[7]
-    SPLIT: tl.constexpr = SHAPE[10]
     program, kv_head = tl.program_id(0), tl.program_id(1)
     sequence, token, head, live, position, low, kv_len = _rows(
         program, kv_head, block_seq, block_first, cu, starts, window, WINDOWED, SHAPE
     )
     if sequence < 0:
         return
-    k_dim = tl.arange(0, K_BLOCK)
+    k_dim = tl.arange(0, SHAPE.k_block)
     q = tl.load(
-        query + ((token * KV_HEADS * GROUP + head) * K_DIM)[:, None] + k_dim[None, :],
-        mask=live[:, None] & (k_dim < K_DIM)[None, :],
+        query + ((token * SHAPE.kv_heads * SHAPE.group + head) * SHAPE.k_dim)[:, None] + k_dim[None, :],
+        mask=live[:, None] & (k_dim < SHAPE.k_dim)[None, :],
         other=0.0,
     )
     if WIDEN:
@@ -209,7 +216,7 @@ def attend(
     table = tables + sequence.to(tl.int64) * table_width
     if WALK:
         top, total, result = _start(sinks, head, live, HAS_SINKS, SHAPE)
-        for split in range(low // SPLIT, tl.cdiv(kv_len, SPLIT)):
+        for split in range(low // SHAPE.split, tl.cdiv(kv_len, SHAPE.split)):
             top2, total2, result2 = _split(
                 split, q, position, low, kv_len, kv_head, table, keys, values, k_scales, v_scales,
                 k_strides, v_strides, scale, softcap, window, SHAPE, WIDEN, QUANTISED, CAPPED, WINDOWED,
@@ -218,16 +225,16 @@ def attend(
         _finish(out, total, result, token, head, live, SHAPE)
     else:
         split = tl.program_id(2)
-        if (split < low // SPLIT) | (split >= tl.cdiv(kv_len, SPLIT)):
+        if (split < low // SHAPE.split) | (split >= tl.cdiv(kv_len, SHAPE.split)):
             return
         top, total, result = _split(
             split, q, position, low, kv_len, kv_head, table, keys, values, k_scales, v_scales,
             k_strides, v_strides, scale, softcap, window, SHAPE, WIDEN, QUANTISED, CAPPED, WINDOWED,
         )  # fmt: skip
-        row = ((program.to(tl.int64) * KV_HEADS + kv_head) * splits + split) * ROWS + tl.arange(0, ROWS)
+        row, place = _place(program, kv_head, split, splits, SHAPE)
         tl.store(part_top + row, top)
         tl.store(part_total + row, total)
-        tl.store(part_out + row[:, None] * V_BLOCK + tl.arange(0, V_BLOCK)[None, :], result)
+        tl.store(part_out + place, result)
 
 
 @triton.jit
@@ -247,10 +254,6 @@ def merge_splits(
     HAS_SINKS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    KV_HEADS: tl.constexpr = SHAPE[0]
-    V_BLOCK: tl.constexpr = SHAPE[5]
-    ROWS: tl.constexpr = SHAPE[7]
-    SPLIT: tl.constexpr = SHAPE[10]
     program, kv_head = tl.program_id(0), tl.program_id(1)
     sequence, token, head, live, _, low, kv_len = _rows(
         program, kv_head, block_seq, block_first, cu, starts, window, WINDOWED, SHAPE
@@ -258,10 +261,8 @@ def merge_splits(
     if sequence < 0:
         return
     top, total, result = _start(sinks, head, live, HAS_SINKS, SHAPE)
-    for split in range(low // SPLIT, tl.cdiv(kv_len, SPLIT)):
-        row = ((program.to(tl.int64) * KV_HEADS + kv_head) * splits + split) * ROWS + tl.arange(0, ROWS)
-        result2 = tl.load(part_out + row[:, None] * V_BLOCK + tl.arange(0, V_BLOCK)[None, :])
-        top, total, result = _merge(
-            top, total, result, tl.load(part_top + row), tl.load(part_total + row), result2
-        )
+    for split in range(low // SHAPE.split, tl.cdiv(kv_len, SHAPE.split)):
+        row, place = _place(program, kv_head, split, splits, SHAPE)
+        top2, total2 = tl.load(part_top + row), tl.load(part_total + row)
+        top, total, result = _merge(top, total, result, top2, total2, tl.load(part_out + place))
     _finish(out, total, result, token, head, live, SHAPE)
