@@ -21,6 +21,7 @@ log = structlog.get_logger("headrace.engine")
 
 NUM_CLASSES = len(CLASSES)
 PAUSE_RECHECK_S = 0.05  # how soon a paused engine looks again whether it may go on
+ROOM_STEPS = 8  # how often room is looked at while nobody comes or goes: it shrinks as answers grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._stopping = False
         self._added_total = 0
+        self._room = _Room(engine)
         self._step = -1
         self._step_began_s: float | None = None
         self._stalled = False  # the last step had nothing to compute: only time or a command changes that
@@ -156,7 +158,24 @@ class EngineThread:
         return outputs
 
     def _report(self, outputs: list[Output]) -> EngineStats:
-        room = tuple(self._engine.admissible(priority) for priority in range(NUM_CLASSES))
         stats = self._engine.stats()
+        room = self._room.at(stats)
         self._on_report(StepReport(tuple(outputs), stats, room, self._engine.displaced(), self._added_total))
         return stats
+
+
+class _Room:
+    """What could start now, by class; it takes a look at every running request, so not at every step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen: tuple[int, ...] | None = None
+        self._room: tuple[tuple[int, int], ...] = ()
+
+    def at(self, stats: EngineStats) -> tuple[tuple[int, int], ...]:
+        left = stats.finished_choices + stats.failed_requests + stats.aborted_requests + stats.preemptions
+        seen = (left, stats.running, stats.waiting, stats.slots_used, stats.step // ROOM_STEPS)
+        if seen != self._seen:
+            self._seen = seen
+            self._room = tuple(self._engine.admissible(priority) for priority in range(NUM_CLASSES))
+        return self._room

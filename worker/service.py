@@ -24,6 +24,7 @@ from headrace.submission import Limits
 from headrace.tracing import start_tracing
 from worker.engine.engine import Engine
 from worker.engine_thread import EngineThread, StepReport
+from worker.mailbox import Mailbox
 from worker.metrics import Live, WorkerMetrics
 from worker.queue.card import REFRESH_S, Card, Utilisation, card_numbers
 from worker.queue.claimer import Claimer
@@ -53,6 +54,7 @@ class WorkerService:
         self._settings = settings
         self._keys = Keys(settings.pool)
         self._loop = asyncio.get_running_loop()
+        self._mailbox = Mailbox(self._loop)
         self._redis = connect(settings.redis_url)
         self._blocking = connect(settings.redis_url, blocking=True)
         self._pubsub = connect(settings.redis_url, blocking=True)
@@ -72,8 +74,8 @@ class WorkerService:
         self._engine = EngineThread(
             engine,
             may_run=self._may_run,
-            on_report=lambda report: self._hand_over(self._handle_report, report),
-            on_fatal=lambda error: self._hand_over(self._handle_fatal, error),
+            on_report=lambda report: self._mailbox.post(self._handle_report, report),
+            on_fatal=lambda error: self._mailbox.post(self._handle_fatal, error),
         )
         self._watchdog = Watchdog(self._engine.stuck_s, settings.stall_timeout_s)
         self._reported = asyncio.Event()
@@ -106,11 +108,11 @@ class WorkerService:
     def _lease_keeper(self) -> LeaseKeeper:
         def on_renewed(renewed: Renewed) -> None:
             self._metrics.leases_lost(len(renewed.lost))
-            self._hand_over(self._jobs.reconcile, renewed)
+            self._mailbox.post(self._jobs.reconcile, renewed)
 
         def on_expired() -> None:
             self._metrics.leases_expired()
-            self._hand_over(self._jobs.drop_all)
+            self._mailbox.post(self._jobs.drop_all)
 
         return LeaseKeeper(
             SyncScripts(self._sync_redis, self._keys),
@@ -208,6 +210,7 @@ class WorkerService:
         await asyncio.to_thread(self._leases.stop)
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
+        self._mailbox.close()
         self._sync_redis.close()
         for client in (self._redis, self._blocking, self._pubsub):
             with suppress(RedisError, OSError):
@@ -220,10 +223,6 @@ class WorkerService:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- from the engine thread
-
-    def _hand_over(self, callback: Callable[..., None], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the process is leaving
-            self._loop.call_soon_threadsafe(callback, *args)
 
     def _may_run(self) -> bool:
         return self._leases.valid() and self._publisher.backlog_events < MAX_BACKLOG_EVENTS

@@ -9,7 +9,6 @@ until it is known, and results of sequences that were aborted or preempted meanw
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from headrace.errors import HeadraceError
 from worker.engine.adaptive import AdaptiveBudget
@@ -164,7 +163,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         roster, pool = self.roster, self.pool
-        limits = self.budget.limits()
+        limits, counters = self.budget.limits(), self._counters
         used = self._step_used if len(roster.running) else pool.num_used
         return EngineStats(
             step=self._step,
@@ -184,7 +183,14 @@ class Scheduler:
             prefix_queried_tokens=self.kv.queried_tokens,
             prefix_hit_tokens=self.kv.hit_tokens,
             preemptions=self._planner.preemptions,
-            **asdict(self._counters),
+            computed_tokens=counters.computed_tokens,
+            generated_tokens=counters.generated_tokens,
+            finished_choices=counters.finished_choices,
+            failed_requests=counters.failed_requests,
+            aborted_requests=counters.aborted_requests,
+            dropped_results=counters.dropped_results,
+            last_progress_s=counters.last_progress_s,
+            last_progress_step=counters.last_progress_step,
         )
 
     def check_integrity(self) -> None:
