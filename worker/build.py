@@ -40,6 +40,9 @@ class Built:
 def build(settings: WorkerSettings) -> Built:
     """Loads the model and sizes the KV cache. Raises ModelError and ConfigError, each one line."""
     rehearsed = simulated.parse(settings.model or "")
+    if rehearsed and settings.tensor_parallel > 1:
+        name = env_name("tensor_parallel")
+        raise ConfigError(f"{name}={settings.tensor_parallel}: expected 1 with a simulated model")
     return build_simulated(settings, rehearsed) if rehearsed else build_real(settings)
 
 
@@ -68,7 +71,9 @@ def build_real(settings: WorkerSettings) -> Built:
     from worker.model.runner import ModelRunner
     from worker.model.trim import trim_memory
 
-    os.environ[env_name("kernels")] = settings.kernels  # where the kernels look for it, also if set by a flag
+    # Where the kernels and the model's other processes look for them, also if set by flags.
+    for name in ("kernels", "log_format"):
+        os.environ[env_name(name)] = getattr(settings, name)
 
     loaded = load(
         settings.model,
@@ -80,6 +85,7 @@ def build_real(settings: WorkerSettings) -> Built:
         kv_dtype=settings.kv_dtype,
         trust_remote_code=settings.trust_remote_code,
         cache_dir=settings.cache_dir,
+        tensor_parallel=settings.tensor_parallel,
     )
     codec = load_tokenizer(loaded.path, trust_remote_code=settings.trust_remote_code)
     num_blocks = num_kv_blocks(settings, loaded)

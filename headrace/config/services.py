@@ -162,12 +162,24 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
             description="Arithmetic of products on the CPU; int8: in groups of 32, faster and less precise."
         ),
     ] = "fp32"
+    tensor_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Processes on this machine that share the model, each with its part of the heads; "
+            "on a GPU each has one of its own.",
+        ),
+    ] = 1
     trust_remote_code: Annotated[
         bool, Meta(description="Run Python code that comes with the model. Only for models you trust.")
     ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tensor_parallel > 1 and (self.weights not in (AUTO, "fp32") or self.activations != "fp32"):
+            forms = f"HEADRACE_WEIGHTS={self.weights} and HEADRACE_ACTIVATIONS={self.activations}"
+            expected = f"1 with {forms}; more processes compute with both set to fp32"
+            raise ConfigError(refusal("tensor_parallel", self.tensor_parallel, expected))
         try:
             if self.kv_memory != AUTO:
                 parse_memory(self.kv_memory, free_bytes=2**40)

@@ -1,49 +1,61 @@
-"""One process of two that share a tiny model; the last line says how far its logits are from the whole's."""
+"""A model over several processes, as a worker runs it; the last line says what came of it, as JSON."""
 
 from __future__ import annotations
 
-import datetime
+import json
+import random
 import sys
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import transformers
+from conftest import GREEDY, Driver, Sequence, make_prompts
+from worker.engine.plan import SamplePlan, ScoredToken, SequencePlan, StepPlan
+from worker.model.loader import load
+from worker.model.runner import ModelRunner
 
-from worker.model.linear import replace_linears
-from worker.model.packed import PackedModel
-from worker.model.selftest import bits_agree, crowded_logits, disagreement, make_reference, self_test_cache
-from worker.model.tensor_parallel import shard
+TOKENS = 6
 
 
-def main(rank: int, meeting_place: str) -> None:
-    torch.set_num_threads(1)
-    wait = datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=2, timeout=wait
+def main(folder: str, size: int) -> None:
+    loaded = load(folder, device="cpu", threads=size, tensor_parallel=size)
+    runner = ModelRunner(loaded, num_blocks=120, block_size=16)
+    print(
+        json.dumps(
+            {
+                "exact": loaded.exact,
+                "fingerprint": loaded.fingerprint,
+                "kv_heads": loaded.layers[0].kv_heads,
+                "kv_bytes_per_token": loaded.kv_bytes_per_token,
+                **answers(runner),
+                "copied": copied_blocks_are_as_good(runner),
+            }
+        )
     )
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, pad_token_id=0, attention_bias=True, mlp_bias=True,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if name.endswith("bias"):
-                tensor.normal_(0, 0.2)
-    cpu = torch.device("cpu")
-    reference = make_reference(model, 64, 64, cpu)
-    assert shard(model) == 2 * 7 + 1
-    replace_linears(model, 1)
-    packed = PackedModel(model, cpu)
-    assert {(s.kv_heads, s.k_dim) for s in packed.layers} == {(1, 8)}
-    kv = self_test_cache(packed, torch.float32, cpu)
-    crowd = crowded_logits(packed, reference.prompts, kv)
-    exact = bits_agree(packed, reference.prompts, kv, crowd, 1)
-    dist.destroy_process_group()
-    print(disagreement(crowd, reference), exact)
+
+
+def answers(runner: ModelRunner) -> dict[str, Any]:
+    """Of each prompt alone and whole, and of all together in chunks: tokens and log-probabilities."""
+    prompts = make_prompts(7, runner.loaded.vocab_size, 70)
+    driver, sizes = Driver(runner), random.Random(5)
+    alone = [driver.run([Sequence(prompt)], TOKENS)[0].scored for prompt in prompts]
+    crowd = driver.run([Sequence(prompt) for prompt in prompts], TOKENS, lambda: sizes.randint(1, 20))
+    return {
+        "ids": [[token.token_id for token in scored] for scored in alone],
+        "logprobs": [[token.logprob for token in scored] for scored in alone],
+        "same": alone == [sequence.scored for sequence in crowd],
+    }
+
+
+def copied_blocks_are_as_good(runner: ModelRunner) -> bool:
+    """Whether a sequence goes on from a copy of its second block as it does from the block itself."""
+    sample = SamplePlan(GREEDY, 0, 0, 0, (), (), False)
+    runner.run(StepPlan(0, (SequencePlan(0, list(range(20)), 0, [0, 1], sample),)))
+
+    def go_on(table: list[int], copies: tuple[tuple[int, int], ...] = ()) -> ScoredToken:
+        return runner.run(StepPlan(1, (SequencePlan(1, [7], 20, table, sample),), copies)).sampled[1]
+
+    runner.run(StepPlan(1, (), ((1, 5),)))  # nothing to compute, and not forgotten
+    return go_on([0, 5]) == go_on([0, 1]) == go_on([0, 9], ((5, 9),))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -66,10 +66,26 @@ def is_inflated_first(path: Path, cache_dir: str | Path | None) -> bool:
 
 
 def load_plain(
+    path: Path,
+    device: torch.device,
+    dtype: str,
+    trust_remote_code: bool,
+    cache_dir: str | Path | None,
+    *,
+    on_host: bool = False,
+) -> tuple[Any, Path]:
+    """The unmodified model, and the folder (or GGUF file) its tokenizer is in.
+
+    `on_host`: as `device` wants it, but still in the host's memory.
+    """
+    _quiet_transformers()
+    hf, folder = _load(path, device, dtype, trust_remote_code, cache_dir)
+    return (hf if on_host else hf.to(device)).eval(), folder
+
+
+def _load(
     path: Path, device: torch.device, dtype: str, trust_remote_code: bool, cache_dir: str | Path | None
 ) -> tuple[Any, Path]:
-    """The unmodified model, and the folder (or GGUF file) its tokenizer is in."""
-    _quiet_transformers()
     if path.suffix != ".gguf":
         return _load_folder(path, device, dtype, trust_remote_code), path
     if is_inflated_first(path, cache_dir):
@@ -100,7 +116,7 @@ def _load_folder(path: Path, device: torch.device, dtype: str, trust_remote_code
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise ModelError(f"{len(info['missing_keys'])} weights are missing ({some})")
-    return hf.to(device).eval()
+    return hf
 
 
 def _load_gguf(path: Path, device: torch.device, dtype: str) -> Any:
@@ -115,7 +131,7 @@ def _load_gguf(path: Path, device: torch.device, dtype: str) -> Any:
     hf.tie_weights()
     if missing - set(getattr(hf, "all_tied_weights_keys", {})):
         raise ModelError(f"{len(missing)} weights are missing ({sorted(missing)[0]})")
-    return hf.to(device, choose_dtype(dtype, device, torch.float32)).eval()
+    return hf.to(choose_dtype(dtype, device, torch.float32))
 
 
 def _has_room(folder: Path, gguf: Path) -> bool:

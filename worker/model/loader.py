@@ -26,7 +26,9 @@ from worker.model.trim import trim_memory
 from worker.model.vocabulary import eos_token_ids, tokenizer_vocab_size
 
 if TYPE_CHECKING:
+    from worker.model.linear import LinearReport
     from worker.model.packed import PackedModel
+    from worker.model.tensor_parallel_group import Group
 
 log = structlog.get_logger()
 DEFAULT_CONTEXT = 4096  # for models that name no longest position
@@ -38,14 +40,14 @@ class LoadedModel:
 
     name: str
     path: Path  # a folder with config and tokenizer, or the GGUF file
-    forward: Any  # PackedModel, CompiledModel or TritonModel
+    forward: Any  # PackedModel, CompiledModel, TritonModel or ParallelModel
     layers: tuple[LayerShape, ...]
     eos_ids: frozenset[int]
     vocab_size: int  # width of the logits
     tokenizer_vocab_size: int  # ids from here on are never chosen
     max_model_len: int
     fingerprint: str
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # in the memory of `device`
     dtype: torch.dtype
     kv_dtype: torch.dtype
     device: torch.device
@@ -54,11 +56,12 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a model is computed: what of it is in the fingerprint, and whether it is exact."""
+    """How a model is computed: what of it is in the fingerprint, if it is exact, by how many processes."""
 
     forward: Any
     kernels: tuple[str, ...]
     exact: bool = True
+    size: int = 1
 
 
 def load(
@@ -72,13 +75,15 @@ def load(
     weights: str = "auto",
     activations: str = "fp32",
     kv_dtype: str = "auto",
+    tensor_parallel: int = 1,
 ) -> LoadedModel:
     """Load a Hugging Face folder, a hub id, a GGUF file or a folder that holds one; None is the demo model.
 
     A GGUF file is inflated once into `cache_dir`, if given, and what the compiled kernels make of a model is
     kept there for the next start. On the CPU arithmetic is fp32, unless activations are asked for in int8;
     `weights` (auto, fp32, bf16, q8, q4) is how the compiled kernels keep them, `kv_dtype` (auto, fp32, bf16,
-    fp16, int8, on a GPU fp8) how keys and values are kept. Raises ModelError.
+    fp16, int8, on a GPU fp8) how keys and values are kept. `tensor_parallel`: processes that share the model,
+    `threads` and, on the CPU, memory; the others end with this one. Raises ModelError.
     """
     started_s = time.perf_counter()
     forms = _forms(weights, activations)
@@ -89,7 +94,10 @@ def load(
         torch.set_num_threads(threads)
     with _one_line_errors(name), _uncollected():
         place, loaded = None, None
-        if where.type == "cpu" and backend().name == "cpu" and cache_dir is not None:
+        if tensor_parallel > 1:
+            source = (path, where, dtype, trust_remote_code, cache_dir)
+            loaded = _load_parallel(tensor_parallel, name, source, forms, kv_dtype)
+        elif where.type == "cpu" and backend().name == "cpu" and cache_dir is not None:
             checkpoint.choose_dtype(dtype, where, None)
             place = prepared.place(path, Path(cache_dir), forms)
             loaded = _load_prepared(place, name, path, Path(cache_dir), forms, kv_dtype)
@@ -110,6 +118,31 @@ def load(
         kv_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         fingerprint=loaded.fingerprint,
     )
+    return loaded
+
+
+def _load_parallel(
+    size: int,
+    name: str,
+    source: tuple[Path, torch.device, str, bool, str | Path | None],
+    forms: Forms,
+    kv_dtype: str,
+) -> LoadedModel:
+    """The model over `size` processes, none of which runs the compiled kernels' own form of it."""
+    from worker.model.tensor_parallel_group import Group, make_task
+
+    task = make_task(size, *source, threads=torch.get_num_threads())
+    torch.set_num_threads(task.threads)
+    group = Group(task)
+    try:
+        hf, folder = checkpoint.load_plain(*source, on_host=True)
+        device = torch.device(task.device)
+        how: dict[str, Any] = {"fused": False, "forms": forms, "kv_dtype": kv_dtype, "group": group}
+        loaded = prepare(hf, name=name, folder=folder, device=device, **how)
+    except BaseException:
+        group.close()
+        raise
+    group.serve()
     return loaded
 
 
@@ -139,25 +172,27 @@ def prepare(
     forms: Forms | None = None,
     kv_dtype: str = "auto",
     place: Path | None = None,
+    group: Group | None = None,
 ) -> LoadedModel:
     """Make a transformers decoder (eager attention, unmodified) ready; its layers are replaced in place.
 
     `gguf`: the file its weights were inflated from, whose blocks the compiled kernels can take as they are.
     `fused`: use them if they can compute this model. `forms`: how they keep weights and activations. `place`:
-    where to keep what they make of it. Raises UnsupportedModel, or ModelError where its packed results are
-    not those of transformers.
+    where to keep what they make of it. `group`: the processes that share it; `hf` is then still on the host.
+    Raises UnsupportedModel, or ModelError where its packed results are not those of transformers.
     """
     forms = forms or Forms()
     dtype = next(hf.parameters()).dtype
     kept = choose_kv_dtype(kv_dtype, dtype, device, int8_activations=forms.activations == "int8")
     facts = _facts(hf, folder)
     with torch_threads(1):  # short prompts gain nothing from more
-        reference = make_reference(hf, min(facts.vocab_size, facts.id_limit), facts.max_model_len, device)
+        where = device if group is None else torch.device("cpu")
+        reference = make_reference(hf, min(facts.vocab_size, facts.id_limit), facts.max_model_len, where)
     way = _fused_way(hf, reference, device, gguf, forms, kept) if fused else None
     if way is None:
         if not forms.lossless:
             raise ModelError(f"model {name}: {forms} needs the compiled kernels, which do not run it here")
-        way = _packed_way(hf, name, device, reference, kept)
+        way = _packed_way(hf, name, device, reference, kept, group)
     elif place is not None and way.forward.way == "fused":
         prepared.keep(place, way.forward, facts, reference)
     return _assemble(name, folder, facts, way, dtype, kept, device)
@@ -188,6 +223,7 @@ def _assemble(
 ) -> LoadedModel:
     kernels = (*way.kernels, str(kv_dtype))
     layers = way.forward.layers
+    in_this_memory = way.size if device.type == "cpu" else 1
     return LoadedModel(
         name=name,
         path=folder,
@@ -198,7 +234,7 @@ def _assemble(
         tokenizer_vocab_size=facts.tokenizer_vocab_size,
         max_model_len=facts.max_model_len,
         fingerprint=make_fingerprint(facts.weights, dtype=str(dtype), device=device.type, kernels=kernels),
-        kv_bytes_per_token=sum(layer.bytes_per_token(kv_dtype) for layer in layers),
+        kv_bytes_per_token=in_this_memory * sum(layer.bytes_per_token(kv_dtype) for layer in layers),
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
@@ -245,31 +281,50 @@ def _fused_way(
     return None if forward is None else _compiled_way(forward, forms)
 
 
-def _packed_way(hf: Any, name: str, device: torch.device, reference: Reference, kv_dtype: torch.dtype) -> Way:
-    """The model as transformers wrote it, over our products and attention."""
-    from worker.model import selftest
+def pack(hf: Any, device: torch.device) -> tuple[PackedModel, LinearReport]:
+    """The model, or one process's share of it, as transformers wrote it, over our products and attention."""
     from worker.model.elementwise import align_activations
     from worker.model.linear import LinearReport, packing_available, replace_linears
     from worker.model.packed import PackedModel
 
-    dtype, threads = next(hf.parameters()).dtype, torch.get_num_threads()
     linears = LinearReport("torch", 0, ((0, 0),))
     if device.type == "cpu" and packing_available():
-        linears = replace_linears(hf, threads)
+        linears = replace_linears(hf, torch.get_num_threads())
         align_activations(hf)
-    forward: PackedModel = PackedModel(hf, device)
+    return PackedModel(hf, device), linears
+
+
+def _packed_way(
+    hf: Any,
+    name: str,
+    device: torch.device,
+    reference: Reference,
+    kv_dtype: torch.dtype,
+    group: Group | None,
+) -> Way:
+    from worker.model import selftest
+
+    dtype, threads = next(hf.parameters()).dtype, torch.get_num_threads()
+    if group is not None:
+        group.cut(hf)
+    packed, linears = pack(hf, device)
+    forward: Any = packed if group is None else group.lead(packed)
     kv = selftest.self_test_cache(forward, kv_dtype, device)
     with torch_threads(1):
         crowd = selftest.crowded_logits(forward, reference.prompts, kv)
-    error = selftest.disagreement(crowd, reference)
+    error = selftest.disagreement([logits.to(reference.logits[0].device) for logits in crowd], reference)
     if not error <= tolerance(dtype, kv_dtype):
         raise ModelError(
             f"model {name}: packed logits differ from transformers' own by {error:.2g}; not supported"
         )
-    exact = linears.exact and selftest.bits_agree(forward, reference.prompts, kv, crowd, threads)
+    exact = linears.exact and (group is None or group.exact)
+    exact = exact and selftest.bits_agree(forward, reference.prompts, kv, crowd, threads)
     if not exact:
         log.warning("results may depend on the batch", model=name, shapes=linears.inexact)
-    return Way(forward, (linears.backend, "tiles64", "exact" if exact else "inexact"), exact)
+    kernels = (linears.backend, "tiles64", "exact" if exact else "inexact")
+    if group is None:
+        return Way(forward, kernels, exact)
+    return Way(forward, (*kernels, f"{group.size} shares"), exact, group.size)
 
 
 def _forms(weights: str, activations: str) -> Forms:

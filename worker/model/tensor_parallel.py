@@ -7,6 +7,7 @@ and its cache included, is then smaller and otherwise as it was. M. Shoeybi et a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 
 from worker.model.checkpoint import UnsupportedModel
 
-_WHOLE = "embedding_rowwise"  # a lookup, which gains nothing from being cut
-_KINDS = ("colwise", "rowwise", "colwise_gather_output", "colwise_rep")
+# Left whole: a lookup, which gains nothing from being cut, and the norms of single heads.
+_WHOLE = (None, "embedding_rowwise", "replicated_with_grad_allreduce")
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+_KINDS = ("colwise", "rowwise", *_GATHERED)
+Cuts = Mapping[str, str]  # a layer's name → the kind of its cut
 
 
 class Summed(nn.Module):
@@ -29,9 +33,11 @@ class Summed(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x).contiguous()
-        dist.all_reduce(y)
-        return y
+        shares = _all_shares(self.inner(x))
+        total = shares[0].float()
+        for share in shares[1:]:
+            total += share.float()
+        return total.to(x.dtype)
 
 
 class Gathered(nn.Module):
@@ -46,42 +52,77 @@ class Gathered(nn.Module):
         return self.inner.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        share: Tensor = self.inner(x).contiguous()
-        parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, share)
-        return torch.cat(parts, -1)
+        return torch.cat(_all_shares(self.inner(x)), -1)
 
 
-@torch.no_grad()
-def shard(model: Any) -> int:
-    """Cut a transformers model in place, for this process of the default group; how many layers were cut.
+def _all_shares(mine: Tensor) -> list[Tensor]:
+    """Of every process, in the order of ranks.
 
-    Raises UnsupportedModel where the model has no plan, or one that asks for more than cut linear layers.
+    An all_reduce would choose the order of its sum by the tensor's size, so that bits depended on the batch.
+    """
+    mine = mine.contiguous()
+    shares = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, mine)
+    return shares
+
+
+def find_cuts(model: Any, world: int) -> Cuts:
+    """The layers of a whole transformers model that are cut for `world` processes.
+
+    Raises UnsupportedModel where it has no plan, or one that asks for more than cut linear layers, or where
+    something does not come out even.
     """
     plan: Mapping[str, str] = dict(model.tp_plan or {})
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cut = 0
-    for name, module in list(model.named_modules()):
+    if not plan:
+        raise UnsupportedModel("it has no plan of tensor parallelism")
+    _check_heads(model.config.get_text_config(), world)
+    cuts = {}
+    for name, module in model.named_modules():
         kind = next((k for pattern, k in plan.items() if _matches(pattern, name)), None)
-        if kind in (None, _WHOLE) or (name == "lm_head" and model.config.tie_word_embeddings):
+        if kind in _WHOLE or (name == "lm_head" and model.config.tie_word_embeddings):
             continue
         if kind not in _KINDS or not isinstance(module, nn.Linear):
             raise UnsupportedModel(f"its plan of tensor parallelism wants {name} {kind}")
-        _replace(model, name, _share(module, kind, rank, world, name))
-        cut += 1
-    if not cut:
-        raise UnsupportedModel("it has no plan of tensor parallelism")
-    return cut
+        even = module.weight.shape[_cut_dim(kind)] % world == 0
+        if not even and kind not in _GATHERED:
+            raise UnsupportedModel(f"{name} cannot be cut into {world} equal shares")
+        if even:
+            cuts[name] = kind
+    if "rowwise" not in cuts.values():
+        raise UnsupportedModel("its plan of tensor parallelism leaves its layers whole")
+    return cuts
+
+
+@torch.no_grad()
+def shard(model: Any, cuts: Cuts) -> None:
+    """Cut a transformers model in place, for this process of the default group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, kind in cuts.items():
+        _replace(model, name, _share(model.get_submodule(name), kind, rank, world))
+
+
+def _check_heads(config: Any, world: int) -> None:
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    common = math.gcd(heads, kv_heads)
+    if common % world:
+        fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
+        raise UnsupportedModel(
+            f"{heads} heads over {kv_heads} of keys and values cannot be cut into {world} equal shares, "
+            f"only into {' or '.join(fitting)}"
+        )
 
 
 def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
 
 
-def _share(layer: nn.Linear, kind: str, rank: int, world: int, name: str) -> nn.Module:
-    dim = 1 if kind == "rowwise" else 0
-    if layer.weight.shape[dim] % world:
-        raise UnsupportedModel(f"{name} cannot be cut into {world} equal shares")
+def _cut_dim(kind: str) -> int:
+    return 1 if kind == "rowwise" else 0
+
+
+def _share(layer: Any, kind: str, rank: int, world: int) -> nn.Module:
+    dim = _cut_dim(kind)
     weight = layer.weight.chunk(world, dim)[rank].clone()
     bias: Tensor | None = layer.bias
     if bias is not None:  # of a sum, one process adds it
