@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace_kernels.decoder_step import CompiledDecoder
-from headrace_kernels.paged_attention import pack_sequences
+from headrace_kernels.paged_attention import PackedSequences
 from worker.model.inputs import StepInputs
 from worker.model.kv import KVCache, LayerShape
 
@@ -34,7 +34,7 @@ class CompiledModel:
         if kv is not self._cache:
             self._bind(kv)
         self._grow_tables(int(inputs.kv_lens.max()))
-        sequences = pack_sequences(inputs.cu_seqlens, inputs.starts, inputs.block_tables, inputs.block_size)
+        sequences = PackedSequences.of(inputs.cu_seqlens, inputs.starts, inputs.tables, inputs.table_starts)
         self.decoder.library.hr_set_threads(torch.get_num_threads())
         return self.decoder.step(
             inputs.token_ids[0], inputs.positions[0], inputs.slots, sequences, rows.contiguous()

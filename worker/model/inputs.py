@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +25,8 @@ class StepInputs:
     slots: Tensor  # [T] int64: where each token's key and value go
     cu_seqlens: Ints  # [S + 1]: sequence i owns tokens cu_seqlens[i] to cu_seqlens[i + 1]
     starts: Ints  # [S]: tokens already in the blocks
-    block_tables: tuple[Ints, ...]  # for each sequence
+    tables: Ints  # the block tables of all sequences, one after another
+    table_starts: Ints  # [S + 1]: sequence i has tables[table_starts[i]] to tables[table_starts[i + 1] - 1]
     fresh_blocks: Ints  # blocks whose first slot is written in this step
     block_size: int
 
@@ -36,9 +39,13 @@ class StepInputs:
         """[S]: tokens in the blocks once this step is written."""
         return self.starts + self.query_lens
 
-    def slots_of(self, sequence: int, first: int, last: int) -> Ints:
-        """Slots of the positions first … last - 1 of a sequence."""
-        return slots_at(self.block_tables[sequence], np.arange(first, last), self.block_size)
+    @property
+    def block_tables(self) -> tuple[Ints, ...]:
+        """For each sequence, a view."""
+        return tuple(self.tables[a:b] for a, b in pairwise(self.table_starts.tolist()))
+
+    def block_table(self, sequence: int | np.integer) -> Ints:
+        return self.tables[self.table_starts[sequence] : self.table_starts[sequence + 1]]
 
 
 def slots_at(block_table: Ints, positions: Ints, block_size: int) -> Ints:
@@ -48,31 +55,51 @@ def slots_at(block_table: Ints, positions: Ints, block_size: int) -> Ints:
 def build_inputs(plan: StepPlan, block_size: int, device: torch.device | str = "cpu") -> StepInputs:
     """Raises ValueError where a block table does not cover its sequence."""
     sequences = plan.sequences
-    lens = np.fromiter((len(s.token_ids) for s in sequences), np.int64, len(sequences))
-    starts = np.fromiter((s.start for s in sequences), np.int64, len(sequences))
-    tables = tuple(np.asarray(s.block_table, np.int64) for s in sequences)
-    positions = [np.arange(s.start, s.start + len(s.token_ids)) for s in sequences]
-    slots = [
-        _checked_slots(s, t, p, block_size) for s, t, p in zip(sequences, tables, positions, strict=True)
-    ]
-    all_slots = np.concatenate(slots)
-    all_ids = np.concatenate([np.asarray(s.token_ids, np.int64) for s in sequences])
+    lens = _counts(len(s.token_ids) for s in sequences)
+    starts = _counts(s.start for s in sequences)
+    table_lens = _counts(len(s.block_table) for s in sequences)
+    _check_covered(sequences, lens, starts, table_lens, block_size)
+    cu_seqlens, table_starts = _cumulated(lens), _cumulated(table_lens)
+    tables = _joined((s.block_table for s in sequences), table_starts)
+    ids = _joined((s.token_ids for s in sequences), cu_seqlens)
+    positions = np.arange(len(ids)) + np.repeat(starts - cu_seqlens[:-1], lens)
+    blocks = tables[positions // block_size + np.repeat(table_starts[:-1], lens)]
+    slots = blocks * block_size + positions % block_size
     return StepInputs(
-        token_ids=torch.from_numpy(all_ids)[None].to(device),
-        positions=torch.from_numpy(np.concatenate(positions))[None].to(device),
-        slots=torch.from_numpy(all_slots).to(device),
-        cu_seqlens=np.concatenate(([0], np.cumsum(lens))),
+        token_ids=torch.from_numpy(ids)[None].to(device),
+        positions=torch.from_numpy(positions)[None].to(device),
+        slots=torch.from_numpy(slots).to(device),
+        cu_seqlens=cu_seqlens,
         starts=starts,
-        block_tables=tables,
-        fresh_blocks=all_slots[all_slots % block_size == 0] // block_size,
+        tables=tables,
+        table_starts=table_starts,
+        fresh_blocks=slots[slots % block_size == 0] // block_size,
         block_size=block_size,
     )
 
 
-def _checked_slots(sequence: SequencePlan, table: Ints, positions: Ints, block_size: int) -> Ints:
-    if len(positions) == 0 or len(table) * block_size <= positions[-1]:
+def _counts(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, np.int64)
+
+
+def _cumulated(lens: Ints) -> Ints:
+    out = np.zeros(len(lens) + 1, np.int64)
+    np.cumsum(lens, out=out[1:])
+    return out
+
+
+def _joined(parts: Iterable[Sequence[int]], ends: Ints) -> Ints:
+    """One after another, in one pass over numbers and not over sequences."""
+    return np.fromiter(chain.from_iterable(parts), np.int64, int(ends[-1]))
+
+
+def _check_covered(
+    sequences: Sequence[SequencePlan], lens: Ints, starts: Ints, table_lens: Ints, block_size: int
+) -> None:
+    bad = (lens == 0) | (table_lens * block_size < starts + lens)
+    if bad.any():
+        s = sequences[int(bad.argmax())]
         raise ValueError(
-            f"sequence {sequence.seq_id}: {len(table)} blocks of {block_size} do not cover "
-            f"{len(positions)} tokens from {sequence.start}"
+            f"sequence {s.seq_id}: {len(s.block_table)} blocks of {block_size} do not cover "
+            f"{len(s.token_ids)} tokens from {s.start}"
         )
-    return slots_at(table, positions, block_size)

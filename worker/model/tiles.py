@@ -221,7 +221,7 @@ def _build_decode_tiles(inputs: StepInputs, window: int | None, dummy_block: int
     rank = np.repeat(np.arange(len(counts)), counts)
     positions = (first_tiles[owner] + rank)[:, None] * TILE + np.arange(TILE)
     masked = (positions < firsts[owner][:, None]) | (positions >= ends[owner][:, None])
-    tables = _padded_tables([inputs.block_tables[i] for i in sequences])
+    tables = _padded_tables([inputs.block_table(i) for i in sequences])
     blocks = np.minimum(positions // inputs.block_size, tables.shape[1] - 1)
     slots = tables[owner[:, None], blocks] * inputs.block_size + positions % inputs.block_size
     slots[masked] = dummy_block * inputs.block_size
@@ -269,7 +269,7 @@ def _one_chunk(
     if window:
         masked |= keys <= queries - window
     known = np.minimum(keys, end - 1)
-    slots = slots_at(inputs.block_tables[sequence], known, inputs.block_size)
+    slots = slots_at(inputs.block_table(sequence), known, inputs.block_size)
     slots[(keys >= end) | (keys < first)] = dummy_block * inputs.block_size
     device = inputs.slots.device
     by_tile = np.split(masked, len(keys) // TILE, axis=1)

@@ -226,10 +226,6 @@ class CompiledDecoder:
         for name, t in (("token_ids", token_ids), ("positions", positions), ("slots", slots), ("rows", rows)):
             if t.dtype != torch.int64 or not t.is_contiguous() or (name != "rows" and t.shape != (tokens,)):
                 raise ValueError(f"{name} must be contiguous int64 [{tokens}]")
-        if tokens:
-            low, high = torch.aminmax(token_ids)
-            if int(low) < 0 or int(high) >= self.embedding.n:
-                raise ValueError(f"token ids must lie in 0..{self.embedding.n - 1}")
         logits = torch.empty(rows.shape[0], self.head.n)
         step = structs.Step(
             tokens,
@@ -242,7 +238,8 @@ class CompiledDecoder:
             logits.data_ptr(),
             None if self.times is None else self.times.address,
         )
-        self.library.hr_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step))
+        if self.library.hr_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step)):
+            raise ValueError(f"token ids must lie in 0..{self.embedding.n - 1}")
         return logits
 
 

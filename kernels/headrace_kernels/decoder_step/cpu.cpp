@@ -191,6 +191,10 @@ class Run {
 
 using namespace hr;
 
-HR_EXPORT void hr_decoder_step(const Decoder* decoder, const Step* step) {
+// 0, or 1 where a token id is none of the embedding's rows and nothing was computed.
+HR_EXPORT int32_t hr_decoder_step(const Decoder* decoder, const Step* step) {
+  for (int i = 0; i < step->tokens; i++)
+    if (step->token_ids[i] < 0 || step->token_ids[i] >= decoder->embedding->n) return 1;
   if (step->tokens > 0) Run(*decoder, *step).run();
+  return 0;
 }

@@ -46,7 +46,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "hr_argmax": (None, (c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p)),
     "hr_log_sum_exp": (None, (c_void_p, c_int64, c_int32, c_int32, c_void_p)),
     "hr_copy_blocks": (None, (c_void_p, c_void_p, c_int32, c_void_p, c_int32)),
-    "hr_decoder_step": (None, (POINTER(structs.Decoder), POINTER(structs.Step))),
+    "hr_decoder_step": (c_int32, (POINTER(structs.Decoder), POINTER(structs.Step))),
 }
 
 

@@ -37,6 +37,13 @@ class PackedSequences:
     table_starts: Ints  # [S + 1]
     struct: structs.Sequences
 
+    @classmethod
+    def of(cls, cu: Ints, starts: Ints, tables: Ints, table_starts: Ints) -> PackedSequences:
+        """From contiguous int64 arrays of which the caller knows that tables cover their tokens."""
+        arrays = (cu, starts, tables, table_starts)
+        struct = structs.Sequences(len(starts), *(a.__array_interface__["data"][0] for a in arrays))
+        return cls(*arrays, struct)
+
 
 def pack_sequences(cu: Ints, starts: Ints, block_tables: Sequence[Ints], block_size: int) -> PackedSequences:
     """Raises ValueError where a block table does not cover its sequence's tokens."""
@@ -48,8 +55,7 @@ def pack_sequences(cu: Ints, starts: Ints, block_tables: Sequence[Ints], block_s
         raise ValueError("a block table does not cover its sequence")
     tables = np.concatenate(block_tables).astype(np.int64) if len(lengths) else np.empty(0, np.int64)
     table_starts = np.concatenate(([0], np.cumsum(lengths)))
-    arrays = (cu, starts, tables, table_starts)
-    return PackedSequences(*arrays, structs.Sequences(len(lengths), *(a.ctypes.data for a in arrays)))
+    return PackedSequences.of(cu, starts, tables, table_starts)
 
 
 def paged_attention(
