@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,27 @@ import redis
 
 SERVER_VARIABLE = "HEADRACE_TEST_REDIS_SERVER"
 START_TIMEOUT_S = 20.0
+FIRST_PORT, NUM_PORTS = 15_000, 2_000
+
+
+def _own_ports() -> Iterator[int]:
+    """Below those that Linux gives to connections; each process that runs tests has others."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = range(FIRST_PORT + NUM_PORTS * number, FIRST_PORT + NUM_PORTS * (number + 1))
+    start = os.getpid() % NUM_PORTS
+    return itertools.cycle([*ports[start:], *ports[:start]])
+
+
+PORTS = _own_ports()
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody takes before it is used."""
+    for port in PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("never")
 
 
 class RedisServer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,17 @@ from headrace.places import NUM_SLOTS
 WAIT_S = 20.0
 
 
+PORTS = itertools.cycle(range(11_000, 15_000))
+
+
 def free_port() -> int:
-    """One that has another for a cluster's bus, 10,000 above it."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port < 55_000:
+    """One that has another for a cluster's bus, 10,000 above it; both below those that connections get."""
+    for port in PORTS:
+        with socket.socket() as probe, socket.socket() as bus, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + 10_000))
             return port
+    raise AssertionError("never")
 
 
 def eventually(look: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
