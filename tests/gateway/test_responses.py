@@ -192,30 +192,28 @@ async def test_failures(http: httpx.AsyncClient, worker: Any) -> None:
     assert answer.json()["error"]["param"] == "previous_response_id"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
-        ({"background": True, "store": False}, "store"),
-        ({"metadata": {str(k): "" for k in range(17)}}, "metadata"),
-        ({"previous_response_id": "resp_0"}, "previous_response_id"),
-    ],
-)
-async def test_refusals_name_the_field(
-    http: httpx.AsyncClient, worker: Any, fields: dict[str, Any], param: str
-) -> None:
-    response = await http.post("/v1/responses", json=body(**fields))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+    ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"input": []}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+    ({"background": True, "store": False}, "store"),
+    ({"metadata": {str(k): "" for k in range(17)}}, "metadata"),
+    ({"previous_response_id": "resp_0"}, "previous_response_id"),
+]
+
+
+async def test_refusals_name_the_field(http: httpx.AsyncClient, worker: Any) -> None:
+    for fields, param in REFUSED:
+        response = await http.post("/v1/responses", json=body(**fields))
+        assert response.status_code == 400, fields
+        assert response.json()["error"]["param"] == param, fields
 
 
 async def test_log_probabilities(http: httpx.AsyncClient, worker: Any) -> None:

@@ -59,10 +59,24 @@ async def test_a_bad_parameter_never_reaches_the_queue(pool: Any, client: Client
     assert not await pool.redis.exists(pool.keys.queue("normal"))
 
 
-async def test_a_lost_reply_does_not_submit_twice(pool: Any, client: Client) -> None:
+async def test_a_lost_reply_does_not_submit_twice(
+    pool: Any, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, second = client._scripts.submit, asyncio.Event()
+    tries = 0
+
+    async def counted(*args: Any, **options: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries == 2:
+            second.set()
+        return await submit(*args, **options)
+
+    monkeypatch.setattr(client._scripts, "submit", counted)
+    client._redis.connection_pool.connection_kwargs["socket_timeout"] = 0.5
     pool.server.pause()
     submitting = asyncio.create_task(client.submit("once"))
-    await asyncio.sleep(5.5)  # past the socket's timeout: the first try is in the server's buffer
+    await asyncio.wait_for(second.wait(), 10)  # the first try is in the server's buffer
     pool.server.resume()
     job_id = await submitting
     assert await pool.redis.xlen(pool.keys.queue("normal")) == 1
