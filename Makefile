@@ -36,7 +36,7 @@ model: $(VENV)/.installed ## fetch the demo model
 	@$(BIN)/headrace fetch >/dev/null
 
 test: $(VENV)/.installed-test model ## run all tests, the quick ones first
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python tests/run.py $(ARGS)
 
 check: $(VENV)/.installed-test ## lint, format and types
 	$(BIN)/ruff check .

@@ -28,6 +28,7 @@ def wait_line(worker, event: str) -> None:
     raise AssertionError(f"{event} was never said")
 
 
+@pytest.mark.alone
 def test_the_next_token_comes_within_two_steps_of_the_last(pool, tools):
     first = pool.start(*LONG_LEASE, step_ms=STEP_S * 1000)
     job = pool.submit(prompt="over", max_tokens=4000, temperature=0)

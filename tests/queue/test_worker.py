@@ -39,6 +39,7 @@ def test_jobs_sent_before_any_worker_lives_run_when_one_comes(pool, tools):
         assert tools.text_of(pool.wait_end(job)) == tools.answer(f"p{n}", 5)
 
 
+@pytest.mark.alone
 def test_a_job_joins_the_running_batch_within_two_steps(pool, tools):
     pool.start(step_ms=50)
     long = pool.submit(prompt="long", max_tokens=60, temperature=0)
