@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from headrace.models import ModelError
+from worker.model import inflate
 from worker.model.fingerprint import hash_weights, make_fingerprint
 from worker.model.inflate import inflated_folder
 from worker.model.loader import LoadedModel, load
@@ -254,6 +255,23 @@ def test_a_damaged_inflated_copy_is_made_again(gguf: Path, tmp_path: Path) -> No
         (folder / "model.safetensors").write_bytes(spoil)
         assert inflated_folder(gguf, tmp_path / "cache") == folder
         assert (folder / "model.safetensors").read_bytes() == whole
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+def test_two_workers_that_start_at_once_inflate_it_both(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one still writes, the other has come, found nothing and finished: its copy is taken."""
+    write, inodes = inflate._inflate, []
+
+    def write_behind_another(source: Path, work: Path) -> None:
+        write(source, work)
+        monkeypatch.setattr(inflate, "_inflate", write)
+        inodes.append((inflated_folder(gguf, tmp_path) / "model.safetensors").stat().st_ino)
+
+    monkeypatch.setattr(inflate, "_inflate", write_behind_another)
+    folder = inflated_folder(gguf, tmp_path)
+    assert [(folder / "model.safetensors").stat().st_ino] == inodes
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
