@@ -171,7 +171,7 @@ def engine_config(settings: WorkerSettings, max_model_len: int, num_blocks: int)
         batch_wait_s=wait_s,
         policy=settings.policy,
         prefix_cache=settings.prefix_cache,
-        adaptive=settings.adaptive or settings.target_itl_ms > 0,
+        adaptive=settings.adaptive and settings.batching == "continuous",  # the others are baselines
         target_itl_ms=settings.target_itl_ms or None,
     )
 

@@ -124,11 +124,15 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
     ] = "fcfs"
     adaptive: Annotated[
         bool,
-        Meta(description="Choose each step's tokens and sequences from measured step times, for throughput."),
-    ] = False
+        Meta(
+            description="Choose each step's tokens and sequences from measured step times, within "
+            "max_num_batched_tokens and max_num_seqs; false: always these."
+        ),
+    ] = True
     target_itl_ms: Annotated[
-        float, Meta(ge=0, description="Inter-token time that adaptive batching keeps, ms; 0: no target.")
-    ] = 0.0
+        float,
+        Meta(ge=0, description="Inter-token time that adaptive batching keeps, ms; 0: most tokens a second."),
+    ] = 100.0
     prefix_cache: Annotated[bool, Meta(description="Share the KV blocks of equal prompt beginnings.")] = True
     lease_ms: Annotated[
         int, Meta(ge=100, description="A worker silent for this long loses its jobs to others, ms.")

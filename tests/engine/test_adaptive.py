@@ -27,12 +27,15 @@ class TimedRunner:
         self.rng = random.Random(seed)
         self.clock: Any = None
         self.durations: list[float] = []
+        self.waits: list[float] = []  # of them, those between two tokens of somebody
 
     def run(self, plan: StepPlan) -> StepResult:
         reads = sum(len(p.token_ids) * (p.start + len(p.token_ids) / 2) for p in plan.sequences)
         duration = BASE_S + TOKEN_S * plan.num_tokens + KEY_S * reads
         duration += self.noise_s * (self.rng.random() < 0.3)
         self.durations.append(duration)
+        if any(p.sample and p.sample.output_ids for p in plan.sequences):
+            self.waits.append(duration)
         self.clock.now += duration
         return StepResult({p.seq_id: ScoredToken(1, 0.0) for p in plan.sequences if p.sample})
 
@@ -50,7 +53,7 @@ class Simulation:
             **{"num_blocks": 8000, "block_size": 16, "max_model_len": 4096, "max_num_seqs": 32, **config},
         )
         runner.clock = self.bench.clock
-        self.durations = runner.durations
+        self.durations, self.waits = runner.durations, runner.waits
         self.budgets: list[int] = []
         self.phases: list[int] = [0]
         for prompt, count in ((30, 60), (800, 15), (30, 60)):
@@ -90,7 +93,8 @@ def test_a_target_is_kept_at_the_throughput_it_allows(bench: Make, noise_s: floa
 def test_a_target_is_kept_while_it_still_learns(bench: Make) -> None:
     run = Simulation(bench, max_num_batched_tokens=512, adaptive=True, target_itl_ms=110)
     # From equal steps it cannot tell the fixed cost from a token's: it may go one stride too far to find out.
-    assert max(run.durations[:50]) <= 1.25 * 0.110
+    assert max(run.waits[:50]) <= 1.25 * 0.110
+    assert len(run.waits) > 0.9 * len(run.durations)
     assert max(run.budgets[:50]) > 64  # it takes what the target allows
 
 
@@ -105,14 +109,45 @@ def test_it_recovers_within_50_steps_and_does_not_oscillate(bench: Make) -> None
     assert min(run.budgets) >= MIN_TOKENS
 
 
-def test_an_unreachable_target_never_shrinks_below_the_floor() -> None:
-    budget = AdaptiveBudget(512, 32, target_s=0.001)
+def test_out_of_reach_of_a_target_half_of_a_step_is_spent_on_tokens() -> None:
+    """50 ms + 1 ms a token: no step takes 1 ms, and one of the least size would waste three quarters."""
+    budget = AdaptiveBudget(512, 64, target_s=0.001)
     for step in range(200):
         load = StepLoad(budget.limits().num_tokens, 100 * (step % 7), 4)
         budget.observe(load, 0.05 + 0.001 * load.num_tokens)
+    assert budget.limits().num_tokens == pytest.approx(50, rel=0.2)
+    assert 1 < budget.limits().num_seqs <= budget.limits().num_tokens - 8
+    assert budget.explain().startswith("1 ms a step")
+
+
+def test_tokens_that_cost_more_than_the_target_leave_the_least_step() -> None:
+    budget = AdaptiveBudget(512, 32, target_s=0.001)
+    for step in range(200):
+        load = StepLoad(budget.limits().num_tokens, 100 * (step % 7), 4)
+        budget.observe(load, 0.001 + 0.01 * load.num_tokens)
     assert budget.limits().num_tokens == MIN_TOKENS
-    assert 1 < budget.limits().num_seqs < MIN_TOKENS
-    assert "1 ms a step: 16 tokens" in budget.explain()
+    assert budget.limits().num_seqs == MIN_TOKENS // 2  # the other half is left to prompts
+
+
+def test_a_prompt_that_keeps_nobody_waiting_is_computed_in_the_largest_steps(bench: Make) -> None:
+    runner = TimedRunner(0.0, seed=4)
+    b = bench(
+        runner,
+        num_blocks=2000,
+        max_model_len=4096,
+        max_num_batched_tokens=512,
+        adaptive=True,
+        target_itl_ms=40,
+    )
+    runner.clock = b.clock
+    b.add("alone", 1500, 40, eos=frozenset())
+    while b.engine.has_work:
+        b.engine.step()
+        if b.engine.stats().generated_tokens == 20 and "next" not in b.scheduler.roster.groups:
+            b.add("next", 200, 5, eos=frozenset())
+    first, later = runner.durations[:3], runner.durations[3:]
+    assert [round((d - BASE_S) / TOKEN_S) // 100 for d in first] == [5, 5, 4]  # 512, 512 and 476 tokens
+    assert max(later) < 0.1  # beside a sequence that decodes a prompt goes in parts again
 
 
 def test_the_model_finds_the_costs_in_spite_of_outliers() -> None:

@@ -1,7 +1,9 @@
 """Choosing the tokens and sequences of a step from what steps have taken so far.
 
-With a target the largest step that is expected to keep it is chosen; without one, the smallest step that
-gives `EFFICIENCY` of the best throughput (fixed cost spread over enough tokens). Against oscillation:
+With a target the largest step that is expected to keep it is chosen, or where none does, the one that spends
+half its time on tokens; without a target, the smallest step that gives `EFFICIENCY` of the best throughput
+(fixed cost spread over enough tokens). A step in which nobody waits for a next token may always have all
+the tokens that are configured: a target is about the time between tokens. Against oscillation:
 proposals within `DEADBAND` of what is in force change nothing, and a change goes at most by `STRIDE` every
 `PATIENCE` steps.
 """
@@ -19,7 +21,8 @@ WARM_UP = 8  # steps before the first change
 SMOOTHING = 0.1  # of the keys read for each token
 MIN_TOKENS = 16  # never less for a step, whatever its measured time
 FIRST_TOKENS = 64  # with a target: nothing is known yet, and one step that is too large has missed it
-PREFILL_SHARE = 8  # sequences leave an eighth of the step to prompts
+PREFILL_SHARE = 8  # sequences leave an eighth of the step to prompts,
+PREFILL_TOKENS = 8  # and of a small step so many tokens, or half
 
 
 class AdaptiveBudget:
@@ -36,7 +39,8 @@ class AdaptiveBudget:
         self._since_change = 0
 
     def limits(self) -> Limits:
-        return Limits(self._num_tokens, self._seqs_for(self._num_tokens))
+        prompt_tokens = self._num_tokens if self._target_s is None else self._max_tokens
+        return Limits(self._num_tokens, self._seqs_for(self._num_tokens), prompt_tokens)
 
     def observe(self, load: StepLoad, duration_s: float) -> None:
         """Learn from one step and, now and then, move the budget."""
@@ -61,7 +65,7 @@ class AdaptiveBudget:
         slope_s = max(self._slope_s(), 1e-9)
         if self._target_s is None:
             return EFFICIENCY / (1 - EFFICIENCY) * self.model.base_s / slope_s
-        return (self._target_s - self.model.base_s) / slope_s
+        return max((self._target_s - self.model.base_s) / slope_s, self.model.base_s / slope_s)
 
     def _slope_s(self) -> float:
         """Seconds for one more token that reads as many keys as tokens do at present."""
@@ -78,5 +82,5 @@ class AdaptiveBudget:
 
     def _seqs_for(self, num_tokens: int) -> int:
         """Each running sequence wants a token a step: no more than the step holds beside prompts."""
-        room = num_tokens - max(1, num_tokens // PREFILL_SHARE)
-        return max(1, min(self._max_seqs, room))
+        prompts = max(num_tokens // PREFILL_SHARE, min(PREFILL_TOKENS, num_tokens // 2))
+        return max(1, min(self._max_seqs, num_tokens - prompts))

@@ -12,6 +12,7 @@ class Limits:
 
     num_tokens: int
     num_seqs: int
+    prompt_tokens: int  # tokens of a step that draws nobody's next token: there is no one to keep waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class FixedBudget:
     """The configured bounds, whatever steps take. Each sequence wants a token a step: no more than tokens."""
 
     def __init__(self, num_tokens: int, num_seqs: int) -> None:
-        self._limits = Limits(num_tokens, min(num_seqs, num_tokens))
+        self._limits = Limits(num_tokens, min(num_seqs, num_tokens), num_tokens)
 
     def limits(self) -> Limits:
         return self._limits

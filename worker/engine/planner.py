@@ -27,16 +27,16 @@ class Planner:
 
     def fill(self, now: float) -> Chunks:
         limits = self._budget.limits()
-        chunks = Chunks(limits.num_tokens)
-        self._serve_running(chunks)
+        ready = [s for s in self._roster.running if not s.sampling and s.num_planned < s.num_tokens]
+        prefills = [s for s in ready if s.num_tokens - s.num_planned > 1]
+        chunks = Chunks(limits.num_tokens if len(prefills) < len(ready) else limits.prompt_tokens)
+        self._serve_running(chunks, ready, prefills)
         if len(self._roster.waiting):
             self._admit(chunks, limits.num_seqs, now)
         chunks.top_up()
         return chunks
 
-    def _serve_running(self, chunks: Chunks) -> None:
-        ready = [s for s in self._roster.running if not s.sampling and s.num_planned < s.num_tokens]
-        prefills = [s for s in ready if s.num_tokens - s.num_planned > 1]
+    def _serve_running(self, chunks: Chunks, ready: list[Sequence], prefills: list[Sequence]) -> None:
         decodes = len(ready) - len(prefills)
         if decodes + bool(prefills) > chunks.left:
             self._rotate(ready, chunks)
