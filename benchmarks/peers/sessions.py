@@ -78,14 +78,17 @@ class DriverSession:
         self._writer.write(msgspec.json.encode(requests) + b"\n")
         return msgspec.json.decode(await self.line(RUN_TIMEOUT_S), type=list[Answer])
 
-    async def ready(self) -> None:
+    async def ready(self, timeout_s: float) -> None:
         """Raises LoadError when it does not get there."""
-        self.settings = msgspec.json.decode(await self.line(START_TIMEOUT_S), type=_Ready).settings
+        self.settings = msgspec.json.decode(await self.line(timeout_s), type=_Ready).settings
 
     async def line(self, timeout_s: float) -> bytes:
-        """Raises LoadError when the driver has ended."""
-        async with asyncio.timeout(timeout_s):
-            found = await self._reader.readline()
+        """Raises LoadError when the driver has ended, or says nothing for so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await self._reader.readline()
+        except TimeoutError:
+            raise LoadError(f"no answer within {timeout_s:g} s; its log says what it did") from None
         if not found:
             raise LoadError("the process has ended; its log says why")
         return found
@@ -128,7 +131,12 @@ def llama(program: Path, model: Path, threads: int, kv_tokens: int, slots: int =
 
 
 def driver(
-    python: Path | str, script: str, before: Sequence[str], after: Sequence[str], env: Mapping[str, str]
+    python: Path | str,
+    script: str,
+    before: Sequence[str],
+    after: Sequence[str],
+    env: Mapping[str, str],
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> Start:
     """`script` of drivers/ with `before`, the number of its socket, `after`."""
 
@@ -143,7 +151,7 @@ def driver(
         try:
             reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT_BYTES)
             session = DriverSession(process, reader, writer)
-            await session.ready()
+            await session.ready(start_timeout_s)
             yield session
             writer.close()
         finally:

@@ -72,6 +72,13 @@ async def test_a_driver_that_dies_is_told(tmp_path: Path) -> None:
     assert "no model" in (tmp_path / "log").read_text()
 
 
+async def test_a_driver_that_does_not_get_ready_is_told(tmp_path: Path) -> None:
+    start = driver("python3", script(tmp_path, "import signal; signal.pause()"), [], [], {}, 0.1)
+    with pytest.raises(LoadError, match=r"0\.1 s"):
+        async with start(tmp_path / "log"):
+            pass
+
+
 @pytest.mark.e2e
 async def test_headrace_is_measured_through_its_gateway(tmp_path: Path) -> None:
     requests = [PeerRequest(1, [104, 105], 20), PeerRequest(2, [104], 30, 0.1)]
