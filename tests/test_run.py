@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PASSES = "def test_{name}(): pass\n"
 FAILS = "def test_{name}(): raise OSError\n"
-WAITS = "import pathlib, time\ndef test_{name}():\n    pathlib.Path('waiting').touch()\n    time.sleep(60)\n"
+WAITS = "import pathlib, time\ndef test_{name}():\n    pathlib.Path('waiting').touch()\n    time.sleep(600)\n"
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def start(suite: Path) -> subprocess.Popen[str]:
 def test_the_status_is_that_of_both_parts(suite: Path, crowd: str, alone: str, status: int) -> None:
     write(suite, crowd, alone)
     run = start(suite)
-    said, _ = run.communicate(timeout=60)
+    said, _ = run.communicate(timeout=100)
     assert run.returncode == status, said
     assert said.count("::test_") >= bool(crowd) + bool(alone), said
 
@@ -74,6 +74,6 @@ def test_ctrl_c_ends_it_before_the_other_part(suite: Path) -> None:
         assert run.poll() is None
         time.sleep(0.05)
     os.killpg(run.pid, signal.SIGINT)
-    said, _ = run.communicate(timeout=30)
+    said, _ = run.communicate(timeout=100)
     assert run.returncode == 2, said
     assert "test_alone" not in said
