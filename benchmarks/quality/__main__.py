@@ -68,6 +68,7 @@ OPENVINO: Mapping[str, tuple[str, Sequence[str]]] = {
     )
 }
 PEERS: Mapping[str, Mapping[str, tuple[str, Sequence[str]]]] = {"llama": LLAMA, "openvino": OPENVINO}
+GROUPS: Mapping[str, Sequence[str]] = {"ours": list(OURS), **{kind: list(of) for kind, of in PEERS.items()}}
 PROBLEMS = (ConfigError, ModelError, InstallError, llama.LlamaError, openvino.OpenVinoError, OSError)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -135,14 +136,17 @@ class Comparison:
 
 @app.command()
 def main(
-    forms: Annotated[str, typer.Option(help="Of ours, separated by semicolons; empty: all.")] = "",
+    forms: Annotated[
+        str,
+        typer.Option(
+            help=f"Names as the table has them, or of {', '.join(GROUPS)}; separated by semicolons. "
+            "Peers are installed on first use."
+        ),
+    ] = ";".join(GROUPS),
     setting: Annotated[
         list[str] | None,
         typer.Option(help="One more form of ours: name=value[,name=value…]; may be repeated."),
     ] = None,
-    peers: Annotated[
-        str, typer.Option(help=f"Of {', '.join(PEERS)}, installed on first use; empty: none.")
-    ] = ",".join(PEERS),
     base: Annotated[
         Path | None,
         typer.Option(help="File of the reference, taken if it is there, else made and kept (2 GB)."),
@@ -153,10 +157,8 @@ def main(
     """Perplexity, divergence from fp32 and agreement with it, on the demo model."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     folder = PeerFolder(Path(os.environ.get("HEADRACE_CACHE_DIR") or default_cache_dir()) / "peers")
-    chosen = {REFERENCE: OURS[REFERENCE], **_chosen(forms), **dict(map(_extra, setting or []))}
-    kinds = [kind.strip() for kind in peers.split(",") if kind.strip()]
-    if unknown := set(kinds) - set(PEERS):
-        raise typer.BadParameter(f"--peers: {', '.join(sorted(unknown))}: choose of {', '.join(PEERS)}")
+    named = [REFERENCE, *named_forms(forms)]
+    chosen = {**{name: OURS[name] for name in OURS if name in named}, **dict(map(_extra, setting or []))}
     codec = load_tokenizer(demo_model_path())
     with tempfile.TemporaryDirectory(prefix="headrace-quality-", dir=folder.root) as work:
         try:
@@ -168,20 +170,23 @@ def main(
             comparison.ours(name, settings)
             if REFERENCE in comparison.missing:
                 raise typer.Exit(1)
-        for kind in kinds:
-            for name in PEERS[kind]:
-                comparison.peer(kind, name)
+        for kind, of in PEERS.items():
+            for name in of:
+                if name in named:
+                    comparison.peer(kind, name)
     grid = _grid(comparison)
     console.print(grid.rich())
     console.print(f"written: {_write(comparison, grid, chosen)} and .md")
 
 
-def _chosen(forms: str) -> Mapping[str, Settings]:
-    names = [part.strip() for part in forms.split(";") if part.strip()] or list(OURS)
+def named_forms(forms: str) -> Sequence[str]:
+    """`ours; openvino Q4_1` to the names of forms. Raises typer.BadParameter."""
+    parts = [part.strip() for part in forms.split(";") if part.strip()]
+    names = [name for part in parts for name in GROUPS.get(part, [part])]
     for name in names:
-        if name not in OURS:
-            raise typer.BadParameter(f"--forms: {name!r} is not one of {'; '.join(OURS)}")
-    return {name: OURS[name] for name in names}
+        if not any(name in of for of in GROUPS.values()):
+            raise typer.BadParameter(f"--forms: {name!r}: there is no such form or group of forms")
+    return names
 
 
 def _extra(text: str) -> tuple[str, Settings]:

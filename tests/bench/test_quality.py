@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 
+from benchmarks.quality.__main__ import GROUPS, OURS, named_forms
 from benchmarks.quality.base import BaseFile
 from benchmarks.quality.llama import LlamaError, quality_of
 from benchmarks.quality.openvino import OpenVinoError, window_logits
@@ -114,3 +116,10 @@ def test_a_process_of_openvino_that_dies_is_told(tmp_path: Path) -> None:
     with pytest.raises(OpenVinoError, match=str(log)):
         list(window_logits(python, model, base, 1, [], log))
     assert "openvino" in log.read_text()
+
+
+def test_forms_are_named_one_by_one_or_by_whose_they_are() -> None:
+    assert named_forms(";".join(GROUPS)) == [name for group in GROUPS.values() for name in group]
+    assert named_forms("openvino Q4_1; ours") == ["openvino Q4_1", *OURS]
+    with pytest.raises(typer.BadParameter, match="int9"):
+        named_forms("headrace int8; headrace int9")
