@@ -72,18 +72,30 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """logits [len(rows), ≥ vocab_size] fp32, left as they are."""
         raw = logits[:, : self.vocab_size]
-        best = largest(raw)
-        failed = {row.seq_id: HeadraceError("non_finite") for row, b in zip(rows, best, strict=True) if b < 0}
-        adjusted = self._adjust(raw, rows, failed)
-        alive = [i for i, row in enumerate(rows) if row.seq_id not in failed]
-        # Greedy rows that nothing adjusts are chosen already: by the look for what is not finite.
-        tokens = {i: best[i] for i in alive if is_greedy(rows[i].plan) and not needs_adjusting(rows[i].plan)}
-        tokens |= self._choose(adjusted, rows, [i for i in alive if i not in tokens])
+        failed: dict[int, HeadraceError] = {}
+        tokens: dict[int, int] = {}  # by row
+        others: list[int] = []
+        for i, (row, best) in enumerate(zip(rows, largest(raw), strict=True)):
+            if best < 0:
+                failed[row.seq_id] = HeadraceError("non_finite")
+            elif is_greedy(row.plan) and not needs_adjusting(row.plan):
+                tokens[i] = best  # chosen already: by the look for what is not finite
+            else:
+                others.append(i)
+        if others:
+            adjusted = self._adjust(raw, rows, others, failed)
+            tokens |= self._choose(adjusted, rows, [i for i in others if rows[i].seq_id not in failed])
         return Sampled(_score(raw, rows, tokens), failed)
 
-    def _adjust(self, raw: Tensor, rows: Sequence[SampleRow], failed: dict[int, HeadraceError]) -> Tensor:
-        """Steps 3 to 6, on copies of the rows that ask for them."""
-        wanted = [i for i, r in enumerate(rows) if r.seq_id not in failed and needs_adjusting(r.plan)]
+    def _adjust(
+        self,
+        raw: Tensor,
+        rows: Sequence[SampleRow],
+        among: Sequence[int],
+        failed: dict[int, HeadraceError],
+    ) -> Tensor:
+        """Steps 3 to 6, on a copy, for those among the rows that ask for them."""
+        wanted = [i for i in among if needs_adjusting(rows[i].plan)]
         if not wanted:
             return raw
         adjusted = raw.clone()
