@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.alone]  # refused at once: by the clock
 ASK = {"messages": [{"role": "user", "content": "x"}], "stream": True}
 
 

@@ -117,6 +117,7 @@ async def test_large_replies_and_replies_cut_short_count_by_their_status(
     assert [a.error for a in by_job["nonsense"].history] == ["not_http", None]
 
 
+@pytest.mark.alone  # by the clock
 async def test_an_endpoint_that_hangs_holds_nobody_up(
     db: Any, jobs: Any, endpoints: Any, start_tasks: Any, kit: Any
 ) -> None:
