@@ -95,7 +95,7 @@ def test_a_budget_smaller_than_the_decoding_sequences_rotates(
         b.engine.add(r)
     while b.engine.stats().running < 17:
         b.step()
-    b.scheduler.budget._limits = type(b.scheduler.budget.limits())(8, 17, 8)  # the budget drops below what runs
+    b.scheduler.budget._limits = type(b.scheduler.budget.limits())(8, 17, 8)  # less than what runs
     waits = {s.seq_id: 0 for s in b.scheduler.roster.running}
     while len(b.finish) == 0:
         b.step()
