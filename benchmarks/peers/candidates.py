@@ -21,7 +21,7 @@ OURS: Mapping[str, Mapping[str, str | int]] = {
 }
 KV_TOKENS = 16_384  # room of every server's cache; the work needs less than 9,000 at any time
 KV_BLOCK = 16
-VLLM_START_S = 1200.0  # its first start compiles the model, for minutes if others need the cores too
+VLLM_START_S = 1200.0  # each start compiles the model, for minutes if others need the cores too
 ALL_MODES = frozenset({"offline", "online", "single"})
 
 
@@ -104,7 +104,7 @@ def _vllm(name: str, folder: PeerFolder, threads: int) -> Candidate:
     env = {
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
-        "VLLM_CACHE_ROOT": str(folder.root / "vllm-cache"),  # what was compiled serves later starts
+        "VLLM_CACHE_ROOT": str(folder.root / "vllm-cache"),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_NO_USAGE_STATS": "1",
         "PATH": f"{python.parent}:{os.environ.get('PATH', os.defpath)}",
