@@ -83,6 +83,7 @@ def test_from_every_state_of_the_log_to_the_same_end(pool, tools):
     tools.eventually(pool.drained)
 
 
+@pytest.mark.alone  # it waits for leases of two models that compute
 @pytest.mark.timeout(300)  # two real workers start
 @pytest.mark.parametrize("plan", [Plan(10, 1, 60, 1), Plan(8, 3, 0, 1)], ids=["simulated", "real"])
 async def test_clients_of_a_killed_worker_hear_what_others_hear(plan: Plan, tmp_path: Path) -> None:
