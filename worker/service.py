@@ -143,6 +143,7 @@ class WorkerService:
             self._metrics.serve(self._settings.metrics_host, self._settings.metrics_port)
         await self._wait_for_redis()
         self._engine.start()
+        await self._reported.wait()  # nothing is said of this worker, and nothing claimed, without it
         self._watchdog.start()
         self._leases.start()
         publisher = asyncio.create_task(self._publisher.run())
@@ -241,6 +242,7 @@ class WorkerService:
 
     def _handle_fatal(self, error: BaseException) -> None:
         self._fatal = error
+        self._reported.set()
         self._draining.set()
 
     def _room(self) -> list[tuple[int, int]]:
