@@ -207,7 +207,12 @@ class Plan:
     def settings(self) -> dict[str, str | int]:
         # Without the prefix cache: what it saved is told to the client, and differs from run to run.
         settings: dict[str, str | int] = {"prefix_cache": "false", "lease_ms": LEASE_MS}
-        settings |= {"log_format": "json", "max_num_seqs": 512, "max_num_batched_tokens": 1024}
+        settings |= {
+            "log_format": "json",
+            "max_num_seqs": 512,
+            "max_num_batched_tokens": 1024,
+            "adaptive": "false",
+        }
         return settings | ({"model": f"simulated:step_ms={self.step_ms}"} if self.step_ms else {})
 
 

@@ -174,7 +174,8 @@ class _Room:
 
     def at(self, stats: EngineStats) -> tuple[tuple[int, int], ...]:
         left = stats.finished_choices + stats.failed_requests + stats.aborted_requests + stats.preemptions
-        seen = (left, stats.running, stats.waiting, stats.slots_used, stats.step // ROOM_STEPS)
+        counts = (stats.running, stats.waiting, stats.slots_used, stats.seq_budget)
+        seen = (left, *counts, stats.step // ROOM_STEPS)
         if seen != self._seen:
             self._seen = seen
             self._room = tuple(self._engine.admissible(priority) for priority in range(NUM_CLASSES))

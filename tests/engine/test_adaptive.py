@@ -150,6 +150,17 @@ def test_a_prompt_that_keeps_nobody_waiting_is_computed_in_the_largest_steps(ben
     assert max(later) < 0.1  # beside a sequence that decodes a prompt goes in parts again
 
 
+def test_no_more_is_asked_for_than_small_steps_serve(bench: Make) -> None:
+    b = bench(num_blocks=4000, max_num_seqs=32, adaptive=True, target_itl_ms=100)
+    assert b.engine.admissible()[0] == 32
+    for _ in range(200):  # a machine on which a token takes 10 ms
+        tokens = b.scheduler.budget.limits().num_tokens
+        b.scheduler.budget.observe(StepLoad(tokens, 0, 4), 0.010 * tokens)
+    b.add("one", 10, 8)
+    b.step()
+    assert b.engine.admissible()[0] == b.scheduler.budget.limits().num_seqs - 1 < MIN_TOKENS
+
+
 def test_the_model_finds_the_costs_in_spite_of_outliers() -> None:
     rng, model = random.Random(1), StepTimeModel()
     for _ in range(400):

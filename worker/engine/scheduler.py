@@ -136,7 +136,7 @@ class Scheduler:
         lower = [s for s in roster.running if s.group.request.priority > priority]
         taken = roster.gate.slots(len(roster.running)) + roster.num_waiting - len(lower)
         taken -= sum(seq.group.request.priority > priority for seq in roster.waiting)
-        slots = self.config.max_num_seqs - taken
+        slots = min(self.config.max_num_seqs, self.budget.limits().num_seqs) - taken
         kept = [s for s in roster.running if s.group.request.priority <= priority]
         wanted = sum(self.pool.blocks_for(seq.num_tokens) for seq in roster.waiting)
         used = self.pool.num_used - self.kv.freed_by(lower)
