@@ -10,7 +10,7 @@ from headrace.logs import configure_logging
 
 
 def run(settings: GatewaySettings) -> int:
-    # What is imported lives to the end: collecting it now and again costs start-up, and all streams a pause later.
+    # What is imported lives to the end: to collect it now and again costs start-up, and all streams a pause.
     gc.disable()
     from gateway import server  # slow to import: not for --help
 
