@@ -110,6 +110,17 @@ class Fleet:
     def client(self, port: int) -> redis.Redis:
         return redis.Redis(port=port, socket_timeout=10, protocol=2)
 
+    def replicate(self, port: int, key: str) -> None:
+        """Returns when a replica has all that was written so far, and is sent what comes.
+
+        One that is `online` is sent nothing before it has acknowledged once, up to a second later. WAIT looks
+        at what its own connection has written, hence the key.
+        """
+        master = self.client(port)
+        with master.pipeline(transaction=False) as pipe:
+            got = pipe.set(key, 1).wait(1, 9_000).delete(key).execute()
+        assert got[1] == 1
+
     def process(self, port: int) -> subprocess.Popen[bytes]:
         return self._processes[port]
 
@@ -169,15 +180,15 @@ class Cluster:
             if start <= slot <= end
         )
 
-    def add_replica(self, master: int) -> int:
+    def add_replica(self, master: int, key: str) -> int:
+        """`key`: one that this master owns."""
         port = self.fleet.add(*self.flags)
         self.ports.append(port)
         self.meet(port)
         eventually(lambda: all(self.agrees(each) for each in self.ports), 30)
         self.fleet.client(port).execute_command("CLUSTER", "REPLICATE", self.node_id(master))
         eventually(lambda: self.fleet.client(port).info("replication")["master_link_status"] == "up", 20)
-        # Until its first acknowledgement, up to a second later, the master keeps back what it writes.
-        eventually(lambda: self.fleet.client(master).wait(1, 100) == 1, 20)
+        self.fleet.replicate(master, key)
         return port
 
     def move(self, slot: int, halfway: threading.Event, go_on: threading.Event) -> None:

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.e2e, pytest.mark.timeout(120)]
 
 OTHER = "second"  # a pool whose slot is on another node than that of `smollm2`
 TOKENS = 100
+PROBE = "{smollm2}probe"
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ async def test_a_node_that_is_away_leaves_the_pools_of_others(
 async def test_a_pool_under_load(cluster: Any, pool: Any, tools: Any, fault: str) -> None:
     slot = key_slot(pool.keys.ctl)
     if fault == "its node fails":
-        replica = await asyncio.to_thread(cluster.add_replica, cluster.owner(slot))
+        replica = await asyncio.to_thread(cluster.add_replica, cluster.owner(slot), PROBE)
     flags = ("--log-format", "json", "--log-level", "warning", "--lease-ms", "8000")
     worker = await asyncio.to_thread(pool.start, *flags, step_ms=20)
     async with Client(cluster.url, "smollm2") as client:
@@ -245,7 +246,7 @@ async def test_a_pool_under_load(cluster: Any, pool: Any, tools: Any, fault: str
             await moved
         else:
             worker.send_signal(signal.SIGSTOP)  # what the replica does not have yet would be lost
-            assert await asyncio.to_thread(cluster.fleet.client(cluster.owner(slot)).wait, 1, 5000) == 1
+            await asyncio.to_thread(cluster.fleet.replicate, cluster.owner(slot), PROBE)
             cluster.fleet.kill(cluster.owner(slot))
             worker.send_signal(signal.SIGCONT)
         await asyncio.wait_for(asyncio.gather(*followers), 60)

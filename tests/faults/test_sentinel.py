@@ -43,7 +43,7 @@ class Watched:
         self.master = fleet.add(*fast)
         self.replica = fleet.add("--replicaof", "127.0.0.1", str(self.master), *fast)
         tools.eventually(self.in_step, 20)
-        self.stream()
+        fleet.replicate(self.master, "probe")
         config = (DEPLOY / "sentinel.conf").read_text()
         for line, here in (
             (f"monitor {SERVICE} 127.0.0.1 6379 2", f"monitor {SERVICE} 127.0.0.1 {self.master} 1"),
@@ -58,13 +58,6 @@ class Watched:
     def in_step(self) -> bool:
         replicas = self.fleet.client(self.master).info("replication")
         return replicas.get("slave0", {}).get("state") == "online"
-
-    def stream(self) -> None:
-        """A replica is `online` up to a second before it is sent what is written; from here on it is."""
-        master = self.fleet.client(self.master)
-        master.set("probe", 1)
-        assert master.wait(1, 9_000) == 1
-        master.delete("probe")
 
     def known(self) -> bool:
         """Whether the sentinel has a replica that it can promote."""
