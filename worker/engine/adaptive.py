@@ -65,7 +65,7 @@ class AdaptiveBudget:
         slope_s = max(self._slope_s(), 1e-9)
         if self._target_s is None:
             return EFFICIENCY / (1 - EFFICIENCY) * self.model.base_s / slope_s
-        return max((self._target_s - self.model.base_s) / slope_s, self.model.base_s / slope_s)
+        return max(self._target_s - self.model.base_s, self.model.base_s) / slope_s
 
     def _slope_s(self) -> float:
         """Seconds for one more token that reads as many keys as tokens do at present."""

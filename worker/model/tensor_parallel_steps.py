@@ -67,13 +67,12 @@ class ParallelModel:
 
 
 def make_step(inputs: StepInputs, rows: Tensor, copies: Sequence[Copies]) -> Step:
-    tables = inputs.block_tables
     return Step(
         token_ids=pack_numbers(inputs.token_ids[0].cpu()),
         lens=pack_numbers(inputs.query_lens),
         starts=pack_numbers(inputs.starts),
-        tables=pack_numbers(np.concatenate(tables)),
-        table_lens=pack_numbers([len(table) for table in tables]),
+        tables=pack_numbers(inputs.tables),
+        table_lens=pack_numbers(np.diff(inputs.table_starts)),
         rows=pack_numbers(rows.cpu()),
         copies=tuple(copies),
     )
