@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-
 from headrace.cli.options import serve
 from headrace.config import GatewaySettings
 from headrace.logs import configure_logging
+from headrace.startup import for_life
 
 
 def run(settings: GatewaySettings) -> int:
-    # What is imported lives to the end: to collect it now and again costs start-up, and all streams a pause.
-    gc.disable()
-    from gateway import server  # slow to import: not for --help
+    with for_life():
+        from gateway import server  # slow to import: not for --help
 
-    gc.freeze()
-    gc.enable()
     configure_logging(settings.log_format, settings.log_level)
     return server.run(settings)
 

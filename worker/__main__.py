@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 
 from headrace.cli.options import serve
 from headrace.config import WorkerSettings
 from headrace.logs import configure_logging
+from headrace.startup import for_life
 
 
 def run(settings: WorkerSettings) -> int:
     configure_logging(settings.log_format, settings.log_level)
-    # What is imported and loaded lives to the end: collecting it now and again costs a second of start-up.
-    gc.disable()
-    # Imported late: --help and a wrong flag should not wait for torch.
-    from worker.build import build
-    from worker.service import WorkerService
+    with for_life():
+        # Imported late: --help and a wrong flag should not wait for torch.
+        from worker.build import build
+        from worker.service import WorkerService
 
-    built = build(settings)
-    gc.freeze()
-    gc.enable()
+        built = build(settings)
 
     async def main() -> int:
         return await WorkerService(settings, built.engine, built.model, built.card).run()
