@@ -76,6 +76,11 @@ def connect(
     return redis.asyncio.Redis.from_pool(seeking(_place(parsed, tag)))
 
 
+def retry_pause_s(failures: int, most_s: float) -> float:
+    """How long to wait after so many failures on end: 50 ms after the first, then doubled, up to `most_s`."""
+    return min(0.025 * 2.0 ** min(failures, 16), most_s)
+
+
 def connect_sync(
     url: str, *, blocking: bool = False, timeout_s: float = 5.0, max_connections: int = 4, tag: str = ""
 ) -> redis.Redis:

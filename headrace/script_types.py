@@ -89,6 +89,10 @@ class HeldJob(NamedTuple):
     job_id: str
     epoch: int
 
+    @property
+    def member(self) -> str:
+        return f"{self.job_class}-{self.entry_id}"
+
 
 ClaimRow = ClaimItem | tuple[str, str, str, int | None]
 HeldRow = HeldJob | tuple[str, str, str, int]

@@ -2,14 +2,13 @@
 
 Calls are made by SHA and fall back on the whole text by themselves after a SCRIPT FLUSH. None is repeated
 here. After a lost reply `submit` and `fork` (the caller chose the id), `claim` (same nonce), `emit`, `renew`,
-`cancel` and `reap` may be called again as they were; what a lost `pick` handed out comes back when its lease
-ends.
+`cancel` and `reap` may be called again as they were; `pick` with what the worker knows it holds.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 import redis
@@ -109,15 +108,18 @@ class Scripts:
         sort_limit: int = 128,
         num_classes: int = len(CLASSES),
         holds_nothing: bool = True,
+        known: Iterable[str] | None = None,
     ) -> Picked:
         """Sorts new entries (at most `sort_limit` of each class) and leases up to `n` to `worker`.
 
         A job is handed out while any of `budget_tokens` is left: the last one may exceed it. n=0 only sorts.
         Of the classes only the `num_classes` highest are handed out. What may have ended a worker is handed
-        out apart, and only to one that `holds_nothing`.
+        out apart, and only to one that `holds_nothing`. After a lost reply, of a pick or a claim, `known` are
+        the members that the worker knows it holds: what else is under its lease is handed out again.
         """
         args: list[Any] = [worker, n, budget_tokens, lease_ms, sort_limit, *self._costs]
         args += [self._share.output_reserve, num_classes, int(holds_nothing)]
+        args += [0] if known is None else [1, *known]
         return read_picked(await self._run("pick", (fixed_keys(self._keys), args)))
 
     async def claim(
@@ -130,7 +132,10 @@ class Scripts:
         retention_ms: int = HOUR_MS,
         nonce: str | None = None,
     ) -> list[Claimed]:
-        """Makes picked entries this worker's, in order. The same `nonce` again gives the same answer."""
+        """Makes picked entries this worker's, in order. The same `nonce` again gives the same answer.
+
+        What comes before a nonce's dot names the worker's life: it claims its own job again without a death.
+        """
         if not items:
             return []
         head = [worker, lease_ms, max_attempts, retention_ms, nonce or secrets.token_hex(8), *self._costs]

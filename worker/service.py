@@ -88,6 +88,7 @@ class WorkerService:
             lease_ms=settings.lease_ms,
             room=self._room,
             take=self._take,
+            held=self._leases.held,
             holds_nothing=lambda: len(self._jobs) == 0,
             give_back=self._give_back,
         )

@@ -1,7 +1,7 @@
 -- uses: base cost suspects ending
 -- Makes picked jobs this worker's: raises epoch and attempt. Ends those cancelled, past their deadline, tried too often
 -- or damaged, and drops second entries of a job. A worker's death is held against a job only if the job ran alone.
--- ARGV: worker, lease ms, max attempts, retention ms, nonce, output weight, default output, then {class, entry, id, ttl ms} for each item.
+-- ARGV: worker, lease ms, max attempts, retention ms, nonce ("<the worker's life>.<which claim>"), output weight, default output, then {class, entry, id, ttl ms} for each item.
 -- Returns {outcome, epoch, attempt, ms left (-1: no deadline), last seq, submitted ms, waited ms} for each item.
 local k = {
   queue = set_of(KEYS, 1), ready = set_of(KEYS, 4),
@@ -35,11 +35,17 @@ local function finish(j, entry, outcome, status, code)
   return {outcome, j.epoch + 1, 0, -1, j.seq + 1, j.submitted}
 end
 
--- The deaths this job was part of, with the one that has brought it here again.
+local function life_of(s_nonce)
+  return (s_nonce or ''):match('^(.+)%.')
+end
+
+-- The deaths this job was part of, with the one that has brought it here again. Whoever ran it last and claims it
+-- now, in the same life, did not die.
 local function history_of(j, s)
   local history = s.history or nil
   local known = redis.call('HGET', k.suspects, j.member)
-  if s.status == 'running' then
+  local lived = life_of(nonce) and life_of(nonce) == life_of(s.nonce)
+  if s.status == 'running' and not lived then
     local together = tonumber((known or '1'):match('^%d+')) or 1
     history = with_death(history, s.worker or '', j.epoch, j.seq, together, now)
     redis.call('HSET', j.job, 'history', history)

@@ -2,7 +2,8 @@
 -- Sorts new entries into `ready` by start-time fair queueing (Goyal, Vin, Cheng 1996), then hands out expired leases
 -- and up to n jobs, each under a lease. The class with the lowest weighted clock is next, so no class starves.
 -- ARGV: worker, n, budget tokens, lease ms, sort limit, output weight, default output tokens, output reserve, how many
--- classes may be handed out, from the highest, 1 if the worker holds nothing.
+-- classes may be handed out, from the highest, 1 if the worker holds nothing, 1 if it missed a reply; then all that it
+-- knows it holds: what else is under its lease is handed to it again.
 -- Returns {{id to wait behind, for each class}, waiting, {names of unusable keys}, mode, {class, entry, {fields}}…}; mode 1:
 -- these are suspects, to be run with nothing else; 2: suspects wait for this worker, that must give back what it holds.
 local k = {
@@ -14,7 +15,7 @@ local lease_ms, sort_limit = tonumber(ARGV[4]), tonumber(ARGV[5])
 local output_weight, default_output, reserve = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local open_class = {}
 for i = 1, tonumber(ARGV[9]) do open_class[CLASSES[i]] = true end
-local holds_nothing, mode = ARGV[10] == '1', 0
+local holds_nothing, missed_reply, mode = ARGV[10] == '1', ARGV[11] == '1', 0
 local PACE_MS = 20000 -- over how long the pace is measured
 local CLASS_WEIGHT = {high = 16, normal = 4, low = 1}
 local READY_CONSUMER, SORT_BYTES, LAPSED = 'ready', 4194304, 10000
@@ -59,14 +60,18 @@ local function save_clocks()
 end
 
 -- While nobody could reach the server nobody could renew. What ran out meanwhile tells of no death until its holder has
--- had time to speak: the outage would make a suspect of every job in the pool.
+-- had time to speak: the outage would make a suspect of every job in the pool. Time is given once, or a server that is
+-- away again and again would never let go of a dead worker's jobs: such a lease ends within a millisecond, at its half.
 local function after_silence()
   if lease_ms > 1 and lease_ms ~= clock('lease') then set_clock('lease', lease_ms) end
   local seen, usual_ms = clock('seen'), clock('lease')
   if now - seen >= usual_ms / 8 or now < seen then set_clock('seen', now) end
   if seen == 0 or now - seen <= usual_ms / 2 then return end
-  local lapsed = redis.call('ZRANGEBYSCORE', k.leases, exact(seen), now, 'LIMIT', 0, LAPSED)
-  for _, member in ipairs(lapsed) do redis.call('ZADD', k.leases, math.ceil(now + usual_ms / 2), member) end
+  local lapsed = redis.call('ZRANGEBYSCORE', k.leases, exact(seen), now, 'WITHSCORES', 'LIMIT', 0, LAPSED)
+  for i = 1, #lapsed, 2 do
+    local given = tonumber(lapsed[i + 1]) % 1 ~= 0
+    if not given then redis.call('ZADD', k.leases, math.ceil(now + usual_ms / 2) + 0.5, lapsed[i]) end
+  end
 end
 
 -- The ms from submission to end of a job that would not be in time and asked to be refused then.
@@ -220,6 +225,24 @@ local function take_one(class, id)
   end
 end
 
+-- What was handed out by a call whose reply was lost, or picked before a claim that failed.
+local function take_again()
+  local known = {}
+  for i = 12, #ARGV do known[ARGV[i]] = true end
+  for _, class in ipairs(CLASSES) do
+    local pending = usable[class] and usable[class].exists and open_class[class]
+      and redis.pcall('XPENDING', k.queue[class], GROUP, '-', '+', MAX_TOGETHER, worker)
+    for _, p in ipairs(pending and not is_error(pending) and pending or {}) do
+      local member = class .. '-' .. p[1]
+      if not open() then return end
+      if not known[member] and redis.call('ZSCORE', k.leases, member) then
+        if redis.call('HEXISTS', k.suspects, member) == 1 then take_one(class, p[1]) else hand_out(class, p[1]) end
+      end
+      if mode == 2 then return end
+    end
+  end
+end
+
 local function take_expired()
   local expired = redis.call('ZRANGEBYSCORE', k.leases, '-inf', now, 'LIMIT', 0, want + 100)
   for _, member in ipairs(expired) do
@@ -263,7 +286,8 @@ for _, class in ipairs(CLASSES) do
   if usable[class] and usable[class].exists then sort_class(class) end
 end
 if want > 0 then
-  take_expired()
+  if missed_reply then take_again() end
+  if mode ~= 2 then take_expired() end
   if mode == 0 then take_ready() end
 end
 

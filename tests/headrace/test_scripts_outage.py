@@ -60,3 +60,16 @@ async def test_a_death_without_an_outage_waits_for_nothing(pool: Any, silent_ms:
     await pool.claim(await pool.pick(1, "w1", lease_ms=LEASE_MS), "w1", lease_ms=LEASE_MS)
     await silent_for(pool, silent_ms, lapsed_ms)
     assert len(await pool.pick(1, "w2", lease_ms=LEASE_MS)) == 1
+
+
+async def test_a_server_that_is_away_again_and_again_lets_go_of_a_dead_worker(pool: Any) -> None:
+    await pool.add()
+    await pool.claim(await pool.pick(1, "w1", lease_ms=LEASE_MS), "w1", lease_ms=LEASE_MS)
+    await silent_for(pool, 10_000, lapsed_ms=8_000)
+    assert await pool.pick(1, "w2", lease_ms=LEASE_MS) == []
+    (member, given_ms), *_ = await pool.redis.zrange(pool.keys.leases, 0, -1, withscores=True)
+    await pool.redis.hset(pool.keys.vtime, "seen", given_ms - 10_000 - 4_000)
+    await pool.redis.zadd(
+        pool.keys.leases, {member: given_ms - 10_000}
+    )  # the next outage outlasts what was given
+    assert len(await pool.pick(1, "w2", lease_ms=LEASE_MS)) == 1

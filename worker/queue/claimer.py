@@ -8,22 +8,25 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 from redis.exceptions import RedisError
 
+from headrace.connect import retry_pause_s
 from headrace.messages import CLASSES
+from headrace.script_types import HeldJob
 from headrace.scripts import Scripts
 from worker.queue.control import EntryWatcher
 from worker.queue.intake import Admitted, Intake
 
 log = structlog.get_logger("headrace.claim")
 
-RETRY_S = 0.5
+RETRY_MOST_S = 0.5
 
 
 class Claimer:
     """Runs `pick` and `claim` whenever there may be both work and room.
 
     `room()` gives, for each class from the highest, the requests and the tokens the engine can admit beyond
-    those already on their way to it: a high one may take the place of a low one. `give_back` empties the
-    worker: jobs that may have ended another one wait for it, to run apart.
+    those already on their way to it: a high one may take the place of a low one. `held()` are the jobs under
+    this worker's leases, whatever becomes of them. `give_back` empties the worker: jobs that may have ended
+    another one wait for it, to run apart.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Claimer:
         lease_ms: int,
         room: Callable[[], Sequence[tuple[int, int]]],
         take: Callable[[Admitted], None],
+        held: Callable[[], Sequence[HeldJob]],
         holds_nothing: Callable[[], bool],
         give_back: Callable[[], Awaitable[None]],
     ) -> None:
@@ -46,12 +50,14 @@ class Claimer:
         self._lease_ms = lease_ms
         self._room = room
         self._take = take
+        self._held = held
         self._holds_nothing = holds_nothing
         self._give_back = give_back
         self._last_ids = dict.fromkeys(CLASSES, "0-0")
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._stopping = False
+        self._missed_reply = False
         self.waiting = 0  # sorted entries that nobody has claimed, as of the last look
 
     def stop(self) -> None:
@@ -64,19 +70,19 @@ class Claimer:
         self._wake.set()
 
     async def run(self) -> None:
-        failing = False
+        failures = 0
         while not self._stopping:
             self._wake.clear()
             try:
                 more = await self._claim_once()
-                if failing:
+                if failures:
                     log.info("claim_recovered")
-                failing = False
+                failures = 0
             except (RedisError, OSError) as error:
-                if not failing:
+                if not failures:
                     log.warning("claim_failing", error=f"{type(error).__name__}: {error}"[:200])
-                failing, more = True, False
-                await asyncio.sleep(RETRY_S)
+                failures, more, self._missed_reply = failures + 1, True, True
+                await asyncio.sleep(retry_pause_s(failures, RETRY_MOST_S))
             self._looked.set()
             if not more and not self._stopping:
                 await self._wake.wait()
@@ -99,17 +105,19 @@ class Claimer:
             lease_ms=self._lease_ms,
             num_classes=num_classes,
             holds_nothing=self._holds_nothing(),
+            known=[job.member for job in self._held()] if self._missed_reply else None,
         )
         self._last_ids = picked.last_ids
         self.waiting = picked.waiting
         if picked.on_duty:
             await self._give_back()
             return True
-        if not picked.entries:
-            return False
-        for admitted in await self._intake.admit(picked.entries, apart=picked.apart):
-            self._take(admitted)
-        return self._widest_room()[1] > 0 and picked.waiting > 0
+        if picked.entries:
+            for admitted in await self._intake.admit(picked.entries, apart=picked.apart):
+                self._take(admitted)
+        room_left = self._widest_room()[1] > 0
+        self._missed_reply = self._missed_reply and not room_left  # with none, more may be under this lease
+        return bool(picked.entries) and room_left and picked.waiting > 0
 
     def _widest_room(self) -> tuple[int, int, int]:
         """Classes, requests and tokens: for all classes if there is room, else for the higher ones alone."""

@@ -9,13 +9,14 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from headrace.connect import retry_pause_s
 from headrace.keys import Keys
 
 log = structlog.get_logger("headrace.control")
 
 BLOCK_MS = 1_250  # also how soon an idle worker looks for expired leases, and how often it is heard from
 LOOKS_A_LEASE = 4  # at least
-RETRY_S = 1.0
+RETRY_MOST_S = 1.0
 
 
 class EntryWatcher:
@@ -28,15 +29,20 @@ class EntryWatcher:
         self._redis = redis
         self._keys = keys
         self._block_ms = min(BLOCK_MS, lease_ms // LOOKS_A_LEASE)
+        self._failures = 0
 
     async def wait(self, last_ids: Mapping[str, str]) -> bool:
         """True when a queue has an entry above its id in `last_ids`, False in time for a look or an error."""
         streams = {self._keys.queue(job_class): last_id for job_class, last_id in last_ids.items()}
         try:
-            return bool(await self._redis.xread(streams, count=1, block=self._block_ms))  # type: ignore[arg-type]
+            found = bool(await self._redis.xread(streams, count=1, block=self._block_ms))  # type: ignore[arg-type]
         except (RedisError, OSError):
-            await asyncio.sleep(RETRY_S)  # the claim that follows reports what is wrong
+            self._failures += 1
+            # The claim that follows reports what is wrong.
+            await asyncio.sleep(retry_pause_s(self._failures, RETRY_MOST_S))
             return False
+        self._failures = 0
+        return found
 
 
 class ControlChannel:
@@ -58,17 +64,20 @@ class ControlChannel:
         self._on_cancel = on_cancel
         self._on_ready = on_ready
         self._on_drain = on_drain
+        self._failures = 0
 
     async def run(self) -> None:
         while True:
             try:
                 await self._listen()
             except (RedisError, OSError):
-                await asyncio.sleep(RETRY_S)
+                self._failures += 1
+                await asyncio.sleep(retry_pause_s(self._failures, RETRY_MOST_S))
 
     async def _listen(self) -> None:
         async with self._redis.pubsub(ignore_subscribe_messages=True) as pubsub:
             await pubsub.subscribe(self._keys.ctl)
+            self._failures = 0
             while True:
                 message = await pubsub.get_message(timeout=None)
                 if message is not None:

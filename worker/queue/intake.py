@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import secrets
 import time
 from collections.abc import Sequence
@@ -106,6 +107,8 @@ class Intake:
         self._retention_ms = retention_ms
         self._default_max_tokens = default_max_tokens
         self._limits = limits
+        self._life = secrets.token_hex(8)
+        self._claims = itertools.count()
 
     async def admit(self, entries: Sequence[Entry], *, apart: bool = False) -> list[Admitted]:
         """Claims `entries` in one call. One that cannot be read is claimed all the same, to be answered.
@@ -134,7 +137,7 @@ class Intake:
 
     async def _claim(self, items: Sequence[ClaimItem]) -> list[Claimed]:
         """The same nonce in every try: a claim whose reply was lost is answered again, not made again."""
-        nonce = secrets.token_hex(8)
+        nonce = f"{self._life}.{next(self._claims)}"
         for retry_s in CLAIM_RETRIES_S:
             with suppress(RedisConnectionError, RedisTimeoutError, OSError):
                 return await self._claim_once(items, nonce)
