@@ -50,7 +50,7 @@ def build_simulated(settings: WorkerSettings, model: simulated.SimulatedModel) -
     codec = simulated.make_codec()
     num_blocks = settings.num_kv_blocks or 1024
     runner = simulated.SimulatedRunner(model, codec)
-    scheduler = Scheduler(engine_config(settings, model.max_model_len, num_blocks))
+    scheduler = Scheduler(engine_config(settings, model.max_model_len, num_blocks, model.speculative_tokens))
     served = ServedModel(
         name=settings.model_name,
         aliases=frozenset({settings.pool, simulated.NAME}),
@@ -95,7 +95,9 @@ def build_real(settings: WorkerSettings) -> Built:
         block_size=settings.block_size,
         encode_bad_word=lambda word: spellings(codec, word),
     )
-    scheduler = Scheduler(engine_config(settings, loaded.max_model_len, num_blocks))
+    # Bits must not tell whether something was guessed; and on a GPU decode steps are replayed, a token each.
+    guesses = settings.speculative_tokens if loaded.exact and loaded.device.type == "cpu" else 0
+    scheduler = Scheduler(engine_config(settings, loaded.max_model_len, num_blocks, guesses))
     served = ServedModel(
         name=settings.model_name,
         aliases=frozenset({settings.pool, loaded.name}),
@@ -159,7 +161,10 @@ def _free_bytes(loaded: LoadedModel) -> int:
     return 1 << 33
 
 
-def engine_config(settings: WorkerSettings, max_model_len: int, num_blocks: int) -> EngineConfig:
+def engine_config(
+    settings: WorkerSettings, max_model_len: int, num_blocks: int, speculative_tokens: int
+) -> EngineConfig:
+    continuous = settings.batching == "continuous"  # the others are baselines
     wait_s = settings.batch_wait_ms / 1000 if settings.batching == "dynamic" else STATIC_WAIT_S
     return EngineConfig(
         num_blocks=num_blocks,
@@ -171,8 +176,9 @@ def engine_config(settings: WorkerSettings, max_model_len: int, num_blocks: int)
         batch_wait_s=wait_s,
         policy=settings.policy,
         prefix_cache=settings.prefix_cache,
-        adaptive=settings.adaptive and settings.batching == "continuous",  # the others are baselines
+        adaptive=settings.adaptive and continuous,
         target_itl_ms=settings.target_itl_ms or None,
+        speculative_tokens=speculative_tokens if continuous else 0,
     )
 
 

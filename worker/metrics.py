@@ -24,6 +24,8 @@ _ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 _COUNTERS = {
     "computed_tokens": "Tokens put through the model: prompts, outputs, and both again after a preemption.",
     "generated_tokens": "Tokens drawn.",
+    "guessed_tokens": "Guesses computed behind the last tokens of sequences.",
+    "right_guesses": "Guesses that came true: each a token without a step of its own.",
     "preemptions": "Sequences whose blocks were taken back.",
     "finished_choices": "Choices that came to their end.",
     "failed_requests": "Requests that the engine itself ended with an error.",

@@ -18,12 +18,19 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.config import ConfigError
-from worker.engine.plan import SamplePlan, ScoredToken, StepPlan, StepResult
+from worker.engine.plan import SamplePlan, ScoredToken, SequencePlan, StepPlan, StepResult
 from worker.text.codec import TextCodec
 from worker.text.tokenizer_files import TokenizerSource
 
 NAME = "simulated"
-OPTIONS = {"step_ms": float, "token_ms": float, "crash_on": str, "hang_on": str, "max_model_len": int}
+OPTIONS = {
+    "step_ms": float,
+    "token_ms": float,
+    "crash_on": str,
+    "hang_on": str,
+    "max_model_len": int,
+    "speculative_tokens": int,
+}
 WORDS = ("river", "stone", "Wasser", "señal", "été", "水車", "発電", "поток", "🌊", "👩‍🔬", "and", "the", "a")
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 _GREEDY_BELOW = 1e-5
@@ -41,6 +48,7 @@ class SimulatedModel:
     crash_on: str = ""
     hang_on: str = ""
     max_model_len: int = 8192
+    speculative_tokens: int = 0
 
 
 def parse(model: str) -> SimulatedModel | None:
@@ -71,18 +79,32 @@ class SimulatedRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         time.sleep((self._model.step_ms + self._model.token_ms * plan.num_tokens) / 1000)
-        sampled = {}
+        sampled: dict[int, ScoredToken] = {}
+        guessed: dict[int, tuple[ScoredToken, ...]] = {}
         for sequence in plan.sequences:
             if self._crash_ids and _contains(sequence.token_ids, self._crash_ids):
                 os._exit(139)
             if self._hang_ids and _contains(sequence.token_ids, self._hang_ids):
                 threading.Event().wait()
             if sequence.sample is not None:
-                sampled[sequence.seq_id] = self._draw(sequence.seq_id, sequence.sample)
-        return StepResult(sampled)
+                first, *behind = self._draw_all(sequence, sequence.sample)
+                sampled[sequence.seq_id] = first
+                guessed[sequence.seq_id] = tuple(behind)
+        return StepResult(sampled, guessed=guessed)
 
     def forget(self, seq_id: int) -> None:
         self._answers.pop(seq_id, None)
+
+    def _draw_all(self, sequence: SequencePlan, sample: SamplePlan) -> list[ScoredToken]:
+        """The token behind the last one, and behind each guess that is right."""
+        drawn = [self._draw(sequence.seq_id, sample)]
+        for n, guess in enumerate(
+            sequence.token_ids[len(sequence.token_ids) - sequence.num_guesses :], start=1
+        ):
+            if drawn[-1].token_id != guess:
+                break
+            drawn.append(self._draw(sequence.seq_id, sample.behind(n)))
+        return drawn
 
     def _draw(self, seq_id: int, sample: SamplePlan) -> ScoredToken:
         answer = self._answers.get(seq_id)

@@ -133,6 +133,15 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="Inter-token time that adaptive batching keeps, ms; 0: most tokens a second."),
     ] = 100.0
+    speculative_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="Most tokens guessed ahead of an answer, from what it and its prompt said before, and "
+            "computed in one step where that pays; no bit changes. 0: none. For exact models on CPUs.",
+        ),
+    ] = 8
     prefix_cache: Annotated[bool, Meta(description="Share the KV blocks of equal prompt beginnings.")] = True
     lease_ms: Annotated[
         int, Meta(ge=100, description="A worker silent for this long loses its jobs to others, ms.")

@@ -18,6 +18,7 @@ from worker.engine.scheduler import Scheduler
 
 VOCAB = 50
 EOS = 7
+Draw = Callable[[Sequence[int], int, int, int, bool], int]
 
 
 def next_token(tokens: Sequence[int], seed: int, choice: int, position: int, banned: bool) -> int:
@@ -26,11 +27,18 @@ def next_token(tokens: Sequence[int], seed: int, choice: int, position: int, ban
     return VOCAB - 1 if banned and token == EOS else token
 
 
+def repeating_token(tokens: Sequence[int], seed: int, choice: int, position: int, banned: bool) -> int:
+    """A model that says again what it has said, for a while: some guesses at it are right, others not."""
+    token = crc32(repr((tokens[-1] % 3, seed, choice, position // 13)).encode()) % VOCAB
+    return VOCAB - 1 if banned and token == EOS else token
+
+
 class BlockRunner:
     """KV blocks hold token ids; a wrong, stale or shared-and-overwritten block changes what is drawn."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, draw: Draw = next_token) -> None:
         self.block_size = block_size
+        self.draw = draw
         self.cells: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.plans: list[StepPlan] = []
         self.forgotten: list[int] = []
@@ -43,23 +51,25 @@ class BlockRunner:
             self.cells[destination] = list(self.cells[source])
         for part in plan.sequences:
             self._write(part)
-            self._follow(part)
-        sampled = {p.seq_id: self._draw(p) for p in plan.sequences if p.sample is not None}
+        drawn = {p.seq_id: self._draw(p) for p in plan.sequences if p.sample is not None}
         scores = {p.seq_id: _score(p) for p in plan.sequences if p.prompt_logprobs is not None}
-        return StepResult(sampled, {}, scores)
+        for part in plan.sequences:
+            self._follow(part, len(drawn.get(part.seq_id, ())) - 1)
+        sampled = {seq_id: tokens[0] for seq_id, tokens in drawn.items()}
+        return StepResult(sampled, {}, scores, {i: t[1:] for i, t in drawn.items() if len(t) > 1})
 
     def forget(self, seq_id: int) -> None:
         self.forgotten.append(seq_id)
         self.progress.pop(seq_id, None)
 
-    def _follow(self, part: SequencePlan) -> None:
+    def _follow(self, part: SequencePlan, right: int) -> None:
         """A runner may keep state of a sequence: chunks follow one another until it is told to forget."""
         if self.strict:
             assert part.start == self.progress.get(part.seq_id, part.start), "a chunk starts elsewhere"
-            self.progress[part.seq_id] = part.start + len(part.token_ids)
+            self.progress[part.seq_id] = part.start + len(part.token_ids) - part.num_guesses + max(right, 0)
 
-    def read(self, part: SequencePlan) -> list[int]:
-        count = part.start + len(part.token_ids)
+    def read(self, part: SequencePlan, behind: int = 0) -> list[int]:
+        count = part.start + len(part.token_ids) - part.num_guesses + behind
         cells = [
             self.cells[part.block_table[p // self.block_size]][p % self.block_size] for p in range(count)
         ]
@@ -72,16 +82,21 @@ class BlockRunner:
             block, cell = divmod(part.start + offset, self.block_size)
             self.cells[part.block_table[block]][cell] = token
 
-    def _draw(self, part: SequencePlan) -> ScoredToken:
-        sample = part.sample
-        assert sample is not None
-        known = [*sample.prompt_ids, *sample.output_ids]
-        seen = self.read(part)
-        assert len(seen) == len(known)
-        assert sample.position == len(sample.output_ids)
-        return ScoredToken(
-            next_token(seen, sample.seed, sample.choice, sample.position, sample.ban_stop_tokens), -0.5
-        )
+    def _draw(self, part: SequencePlan) -> tuple[ScoredToken, ...]:
+        """The token behind the last one, and behind each guess that is right."""
+        assert part.sample is not None
+        known = [*part.sample.prompt_ids, *part.sample.output_ids]
+        assert part.sample.position == len(part.sample.output_ids)
+        assert self.read(part) == known
+        drawn: list[ScoredToken] = []
+        for n, guess in enumerate([*part.token_ids[len(part.token_ids) - part.num_guesses :], None]):
+            sample = part.sample.behind(n)
+            seen = self.read(part, n)
+            token = self.draw(seen, sample.seed, sample.choice, sample.position, sample.ban_stop_tokens)
+            drawn.append(ScoredToken(token, -0.5))
+            if token != guess:
+                break
+        return tuple(drawn)
 
 
 def _score(part: SequencePlan) -> tuple[ScoredToken, ...]:
@@ -110,13 +125,13 @@ class Clock:
 class Bench:
     """An engine with its runner and clock, and what came out of it."""
 
-    def __init__(self, runner: BlockRunner | None = None, **config: Any) -> None:
+    def __init__(self, runner: BlockRunner | None = None, draw: Draw = next_token, **config: Any) -> None:
         settings = EngineConfig(
             **{"num_blocks": 64, "block_size": 4, "max_model_len": 256, "max_num_seqs": 8, **config}
         )
         self.clock = Clock()
         self.scheduler = Scheduler(settings)
-        self.runner = runner or BlockRunner(settings.num_blocks, settings.block_size)
+        self.runner = runner or BlockRunner(settings.num_blocks, settings.block_size, draw)
         self.engine = Engine(self.scheduler, self.runner, self.clock)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finish: dict[tuple[str, int], str] = {}
@@ -203,13 +218,13 @@ def make_request(
     )
 
 
-def expected(request: Request, choice: int = 0, room: int = 10**6) -> list[int]:
+def expected(request: Request, choice: int = 0, room: int = 10**6, draw: Draw = next_token) -> list[int]:
     """What an undisturbed run gives, computed without an engine."""
     params, out = request.params, []  # type: ignore[var-annotated]
     most = min(room, params.max_tokens if params.max_tokens is not None else room)
     while len(out) < most:
         banned = len(out) < params.min_tokens
-        token = next_token([*request.prompt_ids, *out], request.seed, choice, len(out), banned)
+        token = draw([*request.prompt_ids, *out], request.seed, choice, len(out), banned)
         out.append(token)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else request.eos_ids)
         if token in stops and len(out) > params.min_tokens:
@@ -220,6 +235,11 @@ def expected(request: Request, choice: int = 0, room: int = 10**6) -> list[int]:
 @pytest.fixture
 def bench() -> Callable[..., Bench]:
     return Bench
+
+
+@pytest.fixture
+def repeating() -> Draw:
+    return repeating_token
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,11 +116,27 @@ class Driver:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("guesses", [0, 4])
 @pytest.mark.parametrize(("num_blocks", "hash_bytes"), [(24, 32), (24, 1), (200, 32)])
 def test_random_life(
-    bench: Make, request_of: Make, solo: Make, seed: int, depth: int, num_blocks: int, hash_bytes: int
+    bench: Make,
+    request_of: Make,
+    solo: Make,
+    repeating: Make,
+    seed: int,
+    depth: int,
+    guesses: int,
+    num_blocks: int,
+    hash_bytes: int,
 ) -> None:
-    b = bench(num_blocks=num_blocks, max_num_seqs=6, max_num_batched_tokens=24, prefix_hash_bytes=hash_bytes)
+    b = bench(
+        draw=repeating,
+        num_blocks=num_blocks,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        prefix_hash_bytes=hash_bytes,
+        speculative_tokens=guesses,
+    )
     driver = Driver(b, request_of, seed, depth)
     while len(driver.requests) < 40:
         if driver.rng.random() < 0.4:
@@ -130,6 +147,7 @@ def test_random_life(
             break
         b.scheduler.take_released()
         driver.step()
-    driver.check_outputs(solo)
+    driver.check_outputs(partial(solo, draw=repeating))
+    assert (b.engine.stats().right_guesses > 20) == (guesses > 0)
     assert b.scheduler.pool.num_used == 0
     assert b.scheduler.pool.num_free == num_blocks

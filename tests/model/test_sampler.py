@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.errors import HeadraceError
 from headrace.messages import SamplingParams
-from worker.engine.plan import SamplePlan
-from worker.model.sampler import Sampled, Sampler, SampleRow
+from worker.engine.plan import SamplePlan, ScoredToken
+from worker.model.sampler import Sampler
 
 VOCAB = 97
 
@@ -32,9 +34,21 @@ def plan(
     return SamplePlan(SamplingParams(**params), seed, choice, position, prompt, output, ban)
 
 
+@dataclass
+class Sampled:
+    """What became of the rows, by row."""
+
+    tokens: dict[int, ScoredToken]
+    failed: dict[int, HeadraceError]
+
+
 def sample(logits: torch.Tensor, plans: Sequence[SamplePlan], sampler: Sampler | None = None) -> Sampled:
-    sampler = sampler or Sampler(logits.shape[1], (2,))
-    return sampler.sample(logits, [SampleRow(i, p) for i, p in enumerate(plans)])
+    drawn = dict(enumerate((sampler or Sampler(logits.shape[1], (2,))).sample(logits, plans)))
+    assert len(drawn) == len(plans)
+    return Sampled(
+        {i: row for i, row in drawn.items() if isinstance(row, ScoredToken)},
+        {i: row for i, row in drawn.items() if isinstance(row, HeadraceError)},
+    )
 
 
 def tokens(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[int]:

@@ -207,14 +207,16 @@ def test_the_same_id_twice_runs_once(pool, tools):
 def test_no_redis_at_start_says_so_once_and_recovers(pool, tools, redis_server):
     redis_server.kill()
     worker = pool.start("--log-format", "json", wait=False)
+    while "redis_unreachable" not in (line := worker.stderr.readline()):
+        assert line, "it left"
     with pytest.raises(subprocess.TimeoutExpired):
-        worker.wait(3)
+        worker.wait(2)  # four more tries
     redis_server.start()
     job = pool.submit(prompt="back", max_tokens=3, temperature=0)
     assert tools.text_of(pool.wait_end(job)) == tools.answer("back", 3)
     worker.send_signal(signal.SIGTERM)
     _, said = worker.communicate(timeout=10)
-    assert said.count("redis_unreachable") == 1
+    assert "redis_unreachable" not in said
 
 
 def test_redis_restarted_under_a_running_job(pool, tools, redis_server):

@@ -10,7 +10,8 @@ proposals within `DEADBAND` of what is in force change nothing, and a change goe
 
 from __future__ import annotations
 
-from worker.engine.budget import Limits, StepLoad
+from worker.engine.budget import Budget, FixedBudget, Limits, StepLoad
+from worker.engine.config import EngineConfig
 from worker.engine.steptime import StepTimeModel
 
 EFFICIENCY = 0.95
@@ -23,6 +24,13 @@ MIN_TOKENS = 16  # never less for a step, whatever its measured time
 FIRST_TOKENS = 64  # with a target: nothing is known yet, and one step that is too large has missed it
 PREFILL_SHARE = 8  # sequences leave an eighth of the step to prompts,
 PREFILL_TOKENS = 8  # and of a small step so many tokens, or half
+
+
+def make_budget(config: EngineConfig) -> Budget:
+    if not config.adaptive:
+        return FixedBudget(config.max_num_batched_tokens, config.max_num_seqs)
+    target_s = None if config.target_itl_ms is None else config.target_itl_ms / 1e3
+    return AdaptiveBudget(config.max_num_batched_tokens, config.max_num_seqs, target_s)
 
 
 class AdaptiveBudget:
@@ -40,7 +48,9 @@ class AdaptiveBudget:
 
     def limits(self) -> Limits:
         prompt_tokens = self._num_tokens if self._target_s is None else self._max_tokens
-        return Limits(self._num_tokens, self._seqs_for(self._num_tokens), prompt_tokens)
+        known = self.model.num_observed >= WARM_UP
+        fixed_tokens = self.model.base_s / max(self._slope_s(), 1e-9) if known else 0.0
+        return Limits(self._num_tokens, self._seqs_for(self._num_tokens), prompt_tokens, fixed_tokens)
 
     def observe(self, load: StepLoad, duration_s: float) -> None:
         """Learn from one step and, now and then, move the budget."""

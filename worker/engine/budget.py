@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+FIXED_TOKENS = 4.0
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -13,6 +15,7 @@ class Limits:
     num_tokens: int
     num_seqs: int
     prompt_tokens: int  # tokens of a step that draws nobody's next token: there is no one to keep waiting
+    fixed_tokens: float = 0.0  # what a step costs beside its tokens, in tokens; 0 also where it is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,13 @@ class Budget(Protocol):
 
 
 class FixedBudget:
-    """The configured bounds, whatever steps take. Each sequence wants a token a step: no more than tokens."""
+    """The configured bounds, whatever steps take. Each sequence wants a token a step: no more than tokens.
+
+    Nothing is measured: what a step costs beside its tokens is what small models on CPUs show.
+    """
 
     def __init__(self, num_tokens: int, num_seqs: int) -> None:
-        self._limits = Limits(num_tokens, min(num_seqs, num_tokens), num_tokens)
+        self._limits = Limits(num_tokens, min(num_seqs, num_tokens), num_tokens, FIXED_TOKENS)
 
     def limits(self) -> Limits:
         return self._limits

@@ -17,6 +17,7 @@ class Chunks:
         self._granted: dict[Sequence, int] = {}
         self._cut_short: dict[Sequence, None] = {}
         self._copies: dict[Sequence, tuple[int, int]] = {}
+        self._guesses: dict[Sequence, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._granted)
@@ -35,6 +36,16 @@ class Chunks:
             if count < lacking:
                 self._cut_short[seq] = None
         return count
+
+    def decodes(self) -> list[Sequence]:
+        """Sequences that compute their last token in this step, and no other."""
+        return [seq for seq, n in self._granted.items() if n == 1 and seq.num_planned + 1 == seq.num_tokens]
+
+    def guess(self, seq: Sequence, guesses: list[int]) -> None:
+        """Have guesses computed behind the last token."""
+        if guesses:
+            self._guesses[seq] = guesses
+            self.left -= len(guesses)
 
     def copy(self, seq: Sequence, copy: tuple[int, int] | None) -> None:
         if copy is not None:
@@ -58,24 +69,25 @@ class Chunks:
             self.grant(seq, self.left)
 
     def load(self) -> StepLoad:
-        reads = sum(n * (2 * seq.num_planned + n + 1) // 2 for seq, n in self._granted.items())
+        counts = ((s, n + len(self._guesses.get(s, ()))) for s, n in self._granted.items())
+        reads = sum(n * (2 * seq.num_planned + n + 1) // 2 for seq, n in counts)
         return StepLoad(self.num_tokens - self.left, reads, len(self._granted))
 
     def seal(self, step: int) -> tuple[StepPlan, list[Sequence]]:
         """The plan and, in the same order, its sequences, which now count the tokens as planned."""
-        parts = tuple(_part(seq, count, step) for seq, count in self._granted.items())
+        parts = tuple(_part(s, n, step, self._guesses.get(s, [])) for s, n in self._granted.items())
         return StepPlan(step, parts, tuple(self._copies.values())), list(self._granted)
 
 
-def _part(seq: Sequence, count: int, step: int) -> SequencePlan:
+def _part(seq: Sequence, count: int, step: int, guesses: list[int]) -> SequencePlan:
     start, end = seq.num_planned, seq.num_planned + count
     seq.num_planned = end
     seq.last_step = step
     seq.sampling = end == seq.num_tokens and seq.max_tokens > 0
     sample = _sample(seq) if seq.sampling else None
-    token_ids = seq.tokens(start, end)
+    token_ids = seq.tokens(start, end) + guesses
     if seq.scores is None:
-        return SequencePlan(seq.seq_id, token_ids, start, seq.table, sample)
+        return SequencePlan(seq.seq_id, token_ids, start, seq.table, sample, num_guesses=len(guesses))
     following = seq.prompt_ids[end] if end < len(seq.prompt_ids) else None
     top = seq.group.request.params.prompt_logprobs
     return SequencePlan(seq.seq_id, token_ids, start, seq.table, sample, top, following)

@@ -30,6 +30,7 @@ class EngineConfig:
     max_passes: int = 64  # times later ones may be admitted before one that does not fit
     adaptive: bool = False  # choose tokens and sequences of a step from measured step times: see budget.py
     target_itl_ms: float | None = None  # adaptive: longest wanted step; None: throughput
+    speculative_tokens: int = 0  # most guesses a sequence and step: see drafts.py
 
     def __post_init__(self) -> None:
         counts = ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
@@ -42,5 +43,7 @@ class EngineConfig:
             raise ValueError(f"policy={self.policy!r} is none of {', '.join(POLICIES)}")
         if not 1 <= self.prefix_hash_bytes <= 32:
             raise ValueError(f"prefix_hash_bytes={self.prefix_hash_bytes} must be 1 to 32")
+        if self.speculative_tokens < 0:
+            raise ValueError(f"speculative_tokens={self.speculative_tokens} must not be negative")
         if self.ageing_s <= 0 or self.batch_wait_s < 0:
             raise ValueError(f"ageing_s={self.ageing_s}, batch_wait_s={self.batch_wait_s} must be positive")

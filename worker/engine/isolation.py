@@ -32,10 +32,12 @@ class _Bisection:
         self._sampled: dict[int, ScoredToken] = {}
         self._failed: dict[int, HeadraceError] = {}
         self._scores: dict[int, tuple[ScoredToken, ...]] = {}
+        self._guessed: dict[int, tuple[ScoredToken, ...]] = {}
+        self._spoilt: frozenset[int] = frozenset()
 
     def settle(self, error: Exception) -> StepResult:
         self._split(self._plan.sequences, error)
-        return StepResult(self._sampled, self._failed, self._scores)
+        return StepResult(self._sampled, self._failed, self._scores, self._guessed, self._spoilt)
 
     def _split(self, parts: tuple[SequencePlan, ...], error: Exception) -> None:
         if len(parts) == 1 or self._runs_left <= 0:
@@ -58,6 +60,8 @@ class _Bisection:
         self._sampled.update(result.sampled)
         self._failed.update(result.failed)
         self._scores.update(result.prompt_logprobs)
+        self._guessed.update(result.guessed)
+        self._spoilt |= result.spoilt
 
     def _part_of_plan(self, parts: tuple[SequencePlan, ...]) -> StepPlan:
         blocks = {block for part in parts for block in part.block_table}

@@ -9,7 +9,7 @@ grow, and belong to the scheduler.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.errors import HeadraceError
 from headrace.messages import SamplingParams
@@ -27,6 +27,11 @@ class SamplePlan:
     output_ids: Sequence[int]  # tokens generated so far, for penalties and bad words
     ban_stop_tokens: bool  # min_tokens is not reached: every eos and stop token id is masked
 
+    def behind(self, guesses: int) -> SamplePlan:
+        """The draw behind so many guesses; of parameters that look at the output before it there are none."""
+        position = self.position + guesses
+        return replace(self, position=position, ban_stop_tokens=position < self.params.min_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
@@ -39,6 +44,9 @@ class SequencePlan:
     sample: SamplePlan | None  # None: nothing to draw (more of the prompt follows, or max_tokens is 0)
     prompt_logprobs: int | None = None  # also score token_ids[1:] and the token after the chunk, top k
     next_prompt_id: int | None = None  # the prompt token after the chunk, when prompt_logprobs asks for it
+    num_guesses: int = (
+        0  # the last so many token_ids are guesses at what `sample` and its followers will draw
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +73,14 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`sampled` has an entry for every sequence with a SamplePlan that did not fail."""
+    """`sampled` has an entry for every sequence with a SamplePlan that did not fail.
+
+    `guessed` has what was drawn behind guesses that were right: one token for each. Of the sequences `spoilt`
+    by guesses that gave what is not finite nothing is of use: they are computed again, without guesses.
+    """
 
     sampled: Mapping[int, ScoredToken]
     failed: Mapping[int, HeadraceError] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[ScoredToken, ...]] = field(default_factory=dict)
+    guessed: Mapping[int, tuple[ScoredToken, ...]] = field(default_factory=dict)
+    spoilt: frozenset[int] = frozenset()

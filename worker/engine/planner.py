@@ -34,6 +34,8 @@ class Planner:
         if len(self._roster.waiting):
             self._admit(chunks, limits.num_seqs, now)
         chunks.top_up()
+        if self._config.speculative_tokens:
+            self._guess(chunks, limits.fixed_tokens)
         return chunks
 
     def _serve_running(self, chunks: Chunks, ready: list[Sequence], prefills: list[Sequence]) -> None:
@@ -126,6 +128,27 @@ class Planner:
     def _start(self, seq: Sequence, where: Placement, chunks: Chunks) -> None:
         chunks.copy(seq, self._roster.admit(seq, where))
         chunks.grant(seq, self._chunk_limit(seq, chunks, len(self._roster.waiting) > 0))
+
+    def _guess(self, chunks: Chunks, fixed_tokens: float) -> None:
+        """Guesses behind decodes, where a row more is expected to spare more than it takes."""
+        rows = chunks.num_tokens - chunks.left
+        least = rows / (rows + fixed_tokens)  # a row's share in the step, of which each row makes a token
+        for seq in chunks.decodes() if fixed_tokens else ():
+            if seq.draft is not None and seq.scores is None:
+                most = min(
+                    self._config.speculative_tokens, chunks.left, seq.max_tokens - len(seq.output_ids) - 1
+                )
+                if count := min(seq.draft.worth(least, most), self._slots_behind(seq, most)):
+                    chunks.guess(seq, seq.draft.guess(seq, count))
+
+    def _slots_behind(self, seq: Sequence, wanted: int) -> int:
+        """Slots behind the last token; a block is taken early for them where nobody will want it soon."""
+        pool = self._kv.pool
+        free = len(seq.table) * pool.block_size - seq.num_planned - 1
+        if free < wanted and pool.num_free > len(self._roster.running):
+            self._kv.grow(seq)
+            free += pool.block_size
+        return free
 
     def _make_room(self, seq: Sequence, full: bool, chunks: Chunks) -> Placement | None:
         """A placement that fits, if need be after preempting sequences of a lower class; or None."""

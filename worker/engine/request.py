@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.messages import SamplingParams
+from worker.engine.drafts import Draft
 from worker.engine.plan import ScoredToken
 from worker.engine.prefix import HashChain
 
@@ -60,6 +61,7 @@ class Sequence:
     scores: list[ScoredToken] | None = None  # prompt log-probabilities so far; None: not this one's task
     epoch: int = 0  # raised when blocks are released: results of older plans no longer count
     sampling: bool = False  # a step in flight draws its next token
+    draft: Draft | None = None  # None: nothing is guessed
     last_step: int = -1  # for the rotation when the budget is short
     preemptions: int = 0
     passed: int = 0  # times a later one was admitted while this one did not fit
@@ -81,6 +83,14 @@ class Sequence:
     def append(self, token_id: int) -> None:
         self.output_ids.append(token_id)
         self.num_tokens += 1
+
+    def take_scores(self) -> tuple[ScoredToken, ...] | None:
+        """The prompt's log-probabilities, once."""
+        if self.scores is None:
+            return None
+        scores, self.scores = tuple(self.scores), None
+        self.group.score_prompt = False
+        return scores
 
     def release(self) -> None:
         """Forget what was computed; the caller gives the blocks back."""

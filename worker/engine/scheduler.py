@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.errors import HeadraceError
-from worker.engine.adaptive import AdaptiveBudget
+from worker.engine.adaptive import make_budget
 from worker.engine.admission import Admission, validate
 from worker.engine.batching import make_gate
 from worker.engine.blocks import BlockPool
-from worker.engine.budget import Budget, FixedBudget, StepLoad
+from worker.engine.budget import Budget, StepLoad
 from worker.engine.config import EngineConfig
 from worker.engine.deadlines import Deadlines
+from worker.engine.drafts import Draft, may_guess
 from worker.engine.finishing import finish_of
 from worker.engine.kv import KvManager
 from worker.engine.outputs import FailedOutput, Finish, FinishedOutput, Output, TokenOutput
@@ -37,7 +38,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, budget: Budget | None = None) -> None:
         self.config = config
-        self.budget = budget or _make_budget(config)
+        self.budget = budget or make_budget(config)
         self.pool = BlockPool(config.num_blocks, config.block_size)
         prefix = PrefixCache(self.pool, enabled=config.prefix_cache, hash_bytes=config.prefix_hash_bytes)
         self.kv = KvManager(self.pool, prefix)
@@ -106,6 +107,9 @@ class Scheduler:
                 self._counters.dropped_results += 1
             elif seq.seq_id in result.failed:
                 self._fail(seq.group, result.failed[seq.seq_id])
+            elif seq.seq_id in result.spoilt:
+                seq.draft = None
+                self.roster.preempt(seq)
             else:
                 self._advance(seq, part, plan.step, result)
                 self._counters.last_progress_s = now
@@ -185,6 +189,8 @@ class Scheduler:
             preemptions=self._planner.preemptions,
             computed_tokens=counters.computed_tokens,
             generated_tokens=counters.generated_tokens,
+            guessed_tokens=counters.guessed_tokens,
+            right_guesses=counters.right_guesses,
             finished_choices=counters.finished_choices,
             failed_requests=counters.failed_requests,
             aborted_requests=counters.aborted_requests,
@@ -210,6 +216,8 @@ class Scheduler:
         output_ids = list(request.resumed[choice]) if choice < len(request.resumed) else []
         self._last_seq_id += 1
         seq = Sequence(self._last_seq_id, group, choice, request.prompt_ids, output_ids, max_tokens)
+        if self.config.speculative_tokens and may_guess(request.params):
+            seq.draft = Draft()
         finish, stop_token = finish_of(seq)
         if finish is None or (group.score_prompt and not group.live):
             group.live.append(seq)
@@ -227,7 +235,7 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, part: SequencePlan, step: int, result: StepResult) -> None:
         group = seq.group
-        seq.num_computed += len(part.token_ids)
+        seq.num_computed += len(part.token_ids) - part.num_guesses
         self._counters.computed_tokens += len(part.token_ids)
         self.kv.publish(seq)
         if seq.scores is not None:
@@ -235,32 +243,51 @@ class Scheduler:
         if not group.prompt_done and seq.num_computed >= len(seq.prompt_ids):
             self.roster.prompt_done(group)
         if part.sample is not None:
-            self._take_token(seq, result.sampled.get(seq.seq_id), step)
+            self._take_tokens(seq, part, result, step)
         elif seq.max_tokens == 0 and seq.num_computed == seq.num_tokens:
             self._end_scoring(seq)
 
-    def _take_token(self, seq: Sequence, scored: ScoredToken | None, step: int) -> None:
+    def _take_tokens(self, seq: Sequence, part: SequencePlan, result: StepResult, step: int) -> None:
+        scored = result.sampled.get(seq.seq_id)
         if scored is None:
             self._fail(seq.group, HeadraceError("internal", "The step gave no token for a sequence."))
             return
         seq.sampling = False
+        behind = result.guessed.get(seq.seq_id, ())
+        self._judge(seq, part.num_guesses, len(behind))
+        if any(self._take_token(seq, token, step) for token in (scored, *behind)):
+            return
+        if behind:
+            seq.num_computed += len(behind)
+            seq.num_planned = seq.num_computed
+            self.kv.publish(seq)
+
+    def _judge(self, seq: Sequence, guessed: int, right: int) -> None:
+        if seq.draft is not None and guessed:
+            seq.draft.judge(guessed, right)
+            self._counters.guessed_tokens += guessed
+            self._counters.right_guesses += right
+
+    def _take_token(self, seq: Sequence, scored: ScoredToken, step: int) -> bool:
+        """Whether it was the last."""
         seq.append(scored.token_id)
         self._counters.generated_tokens += 1
         finish, stop_token = finish_of(seq)
         self._outputs.append(self._token_output(seq, scored, finish, stop_token, step))
         if finish is not None:
             self._complete(seq)
+        return finish is not None
 
     def _token_output(
         self, seq: Sequence, scored: ScoredToken, finish: Finish | None, stop_token: int | None, step: int
     ) -> TokenOutput:
         group = seq.group
-        cached, scores = group.cached_tokens or 0, _take_scores(seq)
+        cached, scores = group.cached_tokens or 0, seq.take_scores()
         request_id, choice, token_id = group.request.request_id, seq.choice, scored.token_id
         return TokenOutput(request_id, choice, token_id, scored, finish, stop_token, cached, scores, step)
 
     def _end_scoring(self, seq: Sequence) -> None:
-        request_id, scores = seq.group.request.request_id, _take_scores(seq)
+        request_id, scores = seq.group.request.request_id, seq.take_scores()
         self._outputs.append(FinishedOutput(request_id, seq.choice, "length", prompt_logprobs=scores))
         self._complete(seq)
 
@@ -270,22 +297,7 @@ class Scheduler:
         self.roster.leave(seq)
 
 
-def _make_budget(config: EngineConfig) -> Budget:
-    if not config.adaptive:
-        return FixedBudget(config.max_num_batched_tokens, config.max_num_seqs)
-    target_s = None if config.target_itl_ms is None else config.target_itl_ms / 1e3
-    return AdaptiveBudget(config.max_num_batched_tokens, config.max_num_seqs, target_s)
-
-
 def _wants_scores(request: Request) -> bool:
     """Prompt log-probabilities go out with the first token: a log that has one has them."""
     begun = any(request.resumed) or bool(request.finished_choices)
     return request.params.prompt_logprobs is not None and not begun
-
-
-def _take_scores(seq: Sequence) -> tuple[ScoredToken, ...] | None:
-    if seq.scores is None:
-        return None
-    scores, seq.scores = tuple(seq.scores), None
-    seq.group.score_prompt = False
-    return scores

@@ -11,6 +11,8 @@ class Counters:
 
     computed_tokens: int = 0
     generated_tokens: int = 0
+    guessed_tokens: int = 0
+    right_guesses: int = 0
     finished_choices: int = 0
     failed_requests: int = 0
     aborted_requests: int = 0
@@ -45,6 +47,8 @@ class EngineStats:
     prefix_hit_tokens: int
     computed_tokens: int
     generated_tokens: int
+    guessed_tokens: int  # rows of guesses computed
+    right_guesses: int  # of them: each a token without a step of its own
     preemptions: int
     finished_choices: int
     failed_requests: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from worker.engine.plan import SamplePlan, ScoredToken, SequencePlan, StepPlan, 
 from worker.model.inputs import StepInputs, build_inputs
 from worker.model.kv import KVCache
 from worker.model.loader import LoadedModel
-from worker.model.sampler import Sampler, SampleRow, score_tokens
+from worker.model.sampler import Drawn, Sampler, score_tokens
 from worker.model.threads import torch_threads
 
 SCORED_ROWS = 64  # prompt rows scored at a time, which bounds the log-softmax kept
@@ -72,10 +72,11 @@ class ModelRunner:
         rows, samples, prompts = _wanted_rows(plan, inputs)
         logits = self.forward.logits(inputs, self.kv, rows)
         with torch_threads(1):  # many short operations, for which waking threads costs more than they save
-            sampled = self.sampler.sample(logits[: len(samples)], samples)
-            failed = dict(sampled.failed)
+            drawn = self.sampler.sample(logits[: len(samples)], samples)
+            result = _by_sequence(plan, drawn)
+            failed = dict(result.failed)
             scored = self._score_prompts(logits, prompts, failed)
-        return StepResult(sampled.tokens, failed, scored)
+        return replace(result, failed=failed, prompt_logprobs=scored)
 
     def forget(self, seq_id: int) -> None:
         """The sequence is gone. Packed models keep nothing for a sequence but its blocks."""
@@ -111,11 +112,16 @@ def _sampler_class() -> type[Sampler]:
     return TritonSampler
 
 
-def _wanted_rows(plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, list[SampleRow], list[PromptRows]]:
+def _wanted_rows(plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, list[SamplePlan], list[PromptRows]]:
     """Packed tokens whose logits are needed: first those to draw from, then those that score prompts."""
     lasts = inputs.cu_seqlens[1:] - 1
-    drawn = [(i, SampleRow(s.seq_id, s.sample)) for i, s in enumerate(plan.sequences) if s.sample is not None]
-    parts = [lasts[[i for i, _ in drawn]] if drawn else np.empty(0, np.int64)]
+    drawn = [
+        (lasts[i] - s.num_guesses + n, s.sample.behind(n) if n else s.sample)
+        for i, s in enumerate(plan.sequences)
+        if s.sample is not None
+        for n in range(s.num_guesses + 1)
+    ]
+    parts = [np.array([row for row, _ in drawn], np.int64)]
     prompts, count = [], len(drawn)
     for i, sequence in enumerate(plan.sequences):
         targets = _prompt_targets(sequence)
@@ -125,7 +131,45 @@ def _wanted_rows(plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, list[Sampl
             parts.append(np.arange(first, first + len(targets)))
             count += len(targets)
     rows = torch.from_numpy(np.concatenate(parts)).to(inputs.slots.device)
-    return rows, [row for _, row in drawn], prompts
+    return rows, [sample for _, sample in drawn], prompts
+
+
+def _by_sequence(plan: StepPlan, drawn: Sequence[Drawn]) -> StepResult:
+    """What was drawn in the rows of `_wanted_rows`: behind guesses up to the first that was wrong."""
+    sampled: dict[int, ScoredToken] = {}
+    failed: dict[int, HeadraceError] = {}
+    guessed: dict[int, tuple[ScoredToken, ...]] = {}
+    spoilt = set()
+    rows = iter(drawn)
+    for s in plan.sequences:
+        if s.sample is None:
+            continue
+        first, *behind = (next(rows) for _ in range(s.num_guesses + 1))
+        if behind and not all(_is_finite(row) for row in (first, *behind)):
+            spoilt.add(s.seq_id)  # a masked NaN is still one: it reaches rows before it, and the blocks
+        elif isinstance(first, HeadraceError):
+            failed[s.seq_id] = first
+        else:
+            sampled[s.seq_id] = first
+            if behind:
+                guesses = s.token_ids[len(s.token_ids) - s.num_guesses :]
+                guessed[s.seq_id] = _right(first, behind, guesses)
+    return StepResult(sampled, failed, {}, guessed, frozenset(spoilt))
+
+
+def _is_finite(row: Drawn) -> bool:
+    return not (isinstance(row, HeadraceError) and row.code == "non_finite")
+
+
+def _right(first: ScoredToken, behind: Sequence[Drawn], guesses: Sequence[int]) -> tuple[ScoredToken, ...]:
+    right: list[ScoredToken] = []
+    last = first
+    for row, guess in zip(behind, guesses, strict=True):
+        if last.token_id != guess or isinstance(row, HeadraceError):
+            break
+        right.append(row)
+        last = row
+    return tuple(right)
 
 
 def _prompt_targets(sequence: SequencePlan) -> tuple[int, ...]:

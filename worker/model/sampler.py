@@ -22,7 +22,6 @@ No operation mixes rows and none reduces a row in an order that depends on how m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,23 +36,10 @@ from worker.model.philox import uniform
 
 GREEDY_TEMPERATURE = 1e-5
 
-__all__ = ["BAN_BIAS", "SampleRow", "Sampled", "Sampler", "is_greedy", "score_tokens"]
+__all__ = ["BAN_BIAS", "Drawn", "Sampler", "is_greedy", "score_tokens"]
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """One row of logits to draw from, for one sequence."""
-
-    seq_id: int
-    plan: SamplePlan
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What became of the rows, by sequence."""
-
-    tokens: Mapping[int, ScoredToken]
-    failed: Mapping[int, HeadraceError]
+Drawn = ScoredToken | HeadraceError
 
 
 class Sampler:
@@ -69,58 +55,57 @@ class Sampler:
         self.eos_ids = tuple(eos_ids)
         self.bad_words = BadWords(encode_bad_word)
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
-        """logits [len(rows), ≥ vocab_size] fp32, left as they are."""
+    def sample(self, logits: Tensor, plans: Sequence[SamplePlan]) -> list[Drawn]:
+        """logits [len(plans), ≥ vocab_size] fp32, left as they are. For each row a token, or why not."""
         raw = logits[:, : self.vocab_size]
-        failed: dict[int, HeadraceError] = {}
-        tokens: dict[int, int] = {}  # by row
+        failed: dict[int, HeadraceError] = {}  # by row
+        tokens: dict[int, int] = {}
         others: list[int] = []
-        for i, (row, best) in enumerate(zip(rows, largest(raw), strict=True)):
+        for i, (plan, best) in enumerate(zip(plans, largest(raw), strict=True)):
             if best < 0:
-                failed[row.seq_id] = HeadraceError("non_finite")
-            elif is_greedy(row.plan) and not needs_adjusting(row.plan):
+                failed[i] = HeadraceError("non_finite")
+            elif is_greedy(plan) and not needs_adjusting(plan):
                 tokens[i] = best  # chosen already: by the look for what is not finite
             else:
                 others.append(i)
         if others:
-            adjusted = self._adjust(raw, rows, others, failed)
-            tokens |= self._choose(adjusted, rows, [i for i in others if rows[i].seq_id not in failed])
-        return Sampled(_score(raw, rows, tokens), failed)
+            adjusted = self._adjust(raw, plans, others, failed)
+            tokens |= self._choose(adjusted, plans, [i for i in others if i not in failed])
+        drawn = failed | _score(raw, plans, tokens)
+        return [drawn[i] for i in range(len(plans))]
 
     def _adjust(
         self,
         raw: Tensor,
-        rows: Sequence[SampleRow],
+        plans: Sequence[SamplePlan],
         among: Sequence[int],
         failed: dict[int, HeadraceError],
     ) -> Tensor:
         """Steps 3 to 6, on a copy, for those among the rows that ask for them."""
-        wanted = [i for i in among if needs_adjusting(rows[i].plan)]
+        wanted = [i for i in among if needs_adjusting(plans[i])]
         if not wanted:
             return raw
         adjusted = raw.clone()
         for i in wanted:
             try:
-                adjust(adjusted[i], rows[i].plan, self.eos_ids, self.bad_words)
+                adjust(adjusted[i], plans[i], self.eos_ids, self.bad_words)
             except HeadraceError as error:
-                failed[rows[i].seq_id] = error
+                failed[i] = error
             except Exception as problem:  # one request's parameters must not fail its neighbours
-                failed[rows[i].seq_id] = HeadraceError(
-                    "internal", f"sampling failed: {type(problem).__name__}"
-                )
+                failed[i] = HeadraceError("internal", f"sampling failed: {type(problem).__name__}")
         return adjusted
 
-    def _choose(self, logits: Tensor, rows: Sequence[SampleRow], alive: Sequence[int]) -> dict[int, int]:
+    def _choose(self, logits: Tensor, plans: Sequence[SamplePlan], alive: Sequence[int]) -> dict[int, int]:
         """Token ids by row."""
-        greedy = [i for i in alive if is_greedy(rows[i].plan)]
-        drawn = [i for i in alive if not is_greedy(rows[i].plan)]
+        greedy = [i for i in alive if is_greedy(plans[i])]
+        drawn = [i for i in alive if not is_greedy(plans[i])]
         tokens: dict[int, int] = {}
         if greedy:
             tokens.update(zip(greedy, _pick(logits, greedy).argmax(-1).tolist(), strict=True))
         if drawn:
-            plans = [rows[i].plan for i in drawn]
-            uniforms = [uniform(p.seed, p.choice, p.position) for p in plans]
-            ids = draw(_pick(logits, drawn), [p.params for p in plans], uniforms)
+            chosen = [plans[i] for i in drawn]
+            uniforms = [uniform(p.seed, p.choice, p.position) for p in chosen]
+            ids = draw(_pick(logits, drawn), [p.params for p in chosen], uniforms)
             tokens.update(zip(drawn, ids, strict=True))
         return tokens
 
@@ -147,17 +132,17 @@ def _best_first(ids: list[int], values: list[float]) -> tuple[tuple[int, float],
     return tuple(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))
 
 
-def _score(raw: Tensor, rows: Sequence[SampleRow], tokens: Mapping[int, int]) -> dict[int, ScoredToken]:
-    """Tokens with the log-probabilities their requests ask for; 0.0 where none are asked for."""
-    out = {rows[i].seq_id: ScoredToken(token, 0.0) for i, token in tokens.items()}
+def _score(raw: Tensor, plans: Sequence[SamplePlan], tokens: Mapping[int, int]) -> dict[int, Drawn]:
+    """Tokens by row with the log-probabilities their requests ask for; 0.0 where none are asked for."""
+    out: dict[int, Drawn] = {i: ScoredToken(token, 0.0) for i, token in tokens.items()}
     by_k: dict[int, list[int]] = {}
     for i in sorted(tokens):
-        k = rows[i].plan.params.logprobs
+        k = plans[i].params.logprobs
         if k is not None:
             by_k.setdefault(k, []).append(i)
     for k, members in by_k.items():
         scored = score_tokens(_pick(raw, members), [tokens[i] for i in members], k)
-        out.update((rows[i].seq_id, s) for i, s in zip(members, scored, strict=True))
+        out.update(zip(members, scored, strict=True))
     return out
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace_kernels.sampling.triton import Draws, draw
 from worker.engine.plan import SamplePlan
 from worker.model.philox import uniform
-from worker.model.sampler import Sampler, SampleRow, is_greedy
+from worker.model.sampler import Sampler, is_greedy
 
 _COLUMNS = ((torch.float64, 8), (torch.float64, 8), (torch.float32, 4), (torch.float32, 4), (torch.int32, 4))
 
@@ -19,11 +19,11 @@ _COLUMNS = ((torch.float64, 8), (torch.float64, 8), (torch.float32, 4), (torch.f
 class TritonSampler(Sampler):
     """Same tokens as Sampler, but for draws that fall within rounding of the edge between two tokens."""
 
-    def _choose(self, logits: Tensor, rows: Sequence[SampleRow], alive: Sequence[int]) -> dict[int, int]:
+    def _choose(self, logits: Tensor, plans: Sequence[SamplePlan], alive: Sequence[int]) -> dict[int, int]:
         """Token ids by row; rows not alive are drawn too and left out."""
         if not alive:
             return {}
-        ids = read_out(draw(logits, pack_draws([row.plan for row in rows], logits.device)))
+        ids = read_out(draw(logits, pack_draws(plans, logits.device)))
         return {i: ids[i] for i in alive}
 
 

@@ -28,6 +28,8 @@ def card_numbers(stats: EngineStats) -> dict[str, str | int | float]:
         "budget_reason": stats.budget_reason,
         "preemptions": stats.preemptions,
         "generated_tokens": stats.generated_tokens,
+        "guessed_tokens": stats.guessed_tokens,
+        "right_guesses": stats.right_guesses,
         "computed_tokens": stats.computed_tokens,
         "prefix_queried_tokens": stats.prefix_queried_tokens,
         "prefix_hit_tokens": stats.prefix_hit_tokens,
