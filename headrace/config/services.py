@@ -138,8 +138,8 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=64,
-            description="Most tokens guessed ahead of an answer, from what it and its prompt said before, and "
-            "computed in one step where that pays; no bit changes. 0: none. For exact models on CPUs.",
+            description="Most tokens guessed ahead of an answer, from what it and its prompt said before, "
+            "and computed in one step where that pays; no bit changes. 0: none. Exact models on CPUs.",
         ),
     ] = 8
     prefix_cache: Annotated[bool, Meta(description="Share the KV blocks of equal prompt beginnings.")] = True
