@@ -12,6 +12,7 @@ from worker.engine.roster import Roster
 
 PATIENT = 32  # places in the queue in which a sequence may wait for a prefix that is being computed
 LOOKAHEAD = 4  # waiting sequences that do not fit and may be passed in one step
+MARGIN = 1.1  # how much likelier than it would have to be a guess must be
 
 
 class Planner:
@@ -132,7 +133,8 @@ class Planner:
     def _guess(self, chunks: Chunks, fixed_tokens: float) -> None:
         """Guesses behind decodes, where a row more is expected to spare more than it takes."""
         rows = chunks.num_tokens - chunks.left
-        least = rows / (rows + fixed_tokens)  # a row's share in the step, of which each row makes a token
+        # Each row makes a token: one more must promise its share in the step, and a little for not being sure.
+        least = min(MARGIN * rows / (rows + fixed_tokens), 1.0)
         for seq in chunks.decodes() if fixed_tokens else ():
             if seq.draft is not None and seq.scores is None:
                 most = min(
