@@ -1,8 +1,8 @@
 """The proof of exactness: random jobs alone, then in every kind of crowd, compared bit for bit.
 
 `make exact` (or `python -m benchmarks.exact --jobs 200`). Each round runs all jobs through one engine with
-another combination of KV size, prefix cache, chunk size, batch size and threads, with random arrivals and
-random neighbours that are cut off; every token and every log-probability must be that of the job alone.
+another combination of KV size, prefix cache, chunk size, batch size, guesses and threads, random arrivals
+and random neighbours that are cut off; every token and log-probability must be that of the job alone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import FailedOutput, TokenOutput
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
+from worker.engine.stats import EngineStats
 from worker.model.loader import LoadedModel, load
 from worker.model.runner import ModelRunner
 
@@ -39,16 +40,18 @@ class Round:
     chunk: int
     max_num_seqs: int
     threads: int
+    guesses: int = 0  # most tokens guessed ahead
 
 
 ROUNDS = (
     Round(4096, False, 512, 33, 2),
-    Round(4096, True, 256, 16, 2),
-    Round(4096, True, 64, 8, 1),
-    Round(28, False, 16, 8, 2),
+    Round(4096, True, 256, 16, 2, 8),
+    Round(4096, True, 64, 8, 1, 3),
+    Round(28, False, 16, 8, 2, 8),
     Round(30, True, 7, 5, 1),
-    Round(24, True, 33, 8, 2),
+    Round(24, True, 33, 8, 2, 2),
     Round(64, True, 1, 2, 2),
+    Round(64, True, 32, 1, 2, 8),
     Round(40, True, 128, 16, 2),
 )
 
@@ -108,6 +111,7 @@ class Runs:
             max_num_seqs=r.max_num_seqs,
             max_num_batched_tokens=r.chunk,
             prefix_cache=r.prefix_cache,
+            speculative_tokens=r.guesses,
         )
         return Engine(Scheduler(config), runner, time.monotonic)
 
@@ -121,7 +125,7 @@ class Runs:
                 listen(engine, spoken)
         return spoken
 
-    def crowded(self, jobs: list[Request], r: Round, rng: random.Random) -> tuple[Spoken, int]:
+    def crowded(self, jobs: list[Request], r: Round, rng: random.Random) -> tuple[Spoken, EngineStats]:
         torch.set_num_threads(r.threads)  # the compiled kernels follow
         spoken: Spoken = defaultdict(list)
         engine = self.engine(r)
@@ -143,7 +147,7 @@ class Runs:
                 for n in range(strangers):
                     engine.abort(f"x-{n + 1}")
         engine.scheduler.check_integrity()
-        return spoken, engine.stats().preemptions
+        return spoken, engine.stats()
 
 
 def listen(engine: Engine, spoken: Spoken) -> None:
@@ -164,25 +168,28 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default=None)
+    parser.add_argument("--activations", default="fp32", choices=("fp32", "int8"))
     args = parser.parse_args()
     console, rng = Console(), random.Random(args.seed)
-    loaded = load(args.model, device="cpu", cache_dir=Path.home() / ".cache" / "headrace")
+    loaded = load(
+        args.model, device="cpu", activations=args.activations, cache_dir=Path.home() / ".cache" / "headrace"
+    )
     runs, jobs = Runs(loaded), make_jobs(args.jobs, loaded, rng)
     alone = runs.alone(jobs)
     tokens = sum(len(said) for said in alone.values())
     console.print(
         f"{len(jobs)} jobs alone: {len(alone)} answers, {tokens} tokens, fingerprint {loaded.fingerprint}"
     )
-    table = Table(
-        "KV blocks", "prefix cache", "chunk", "sequences", "threads", "preemptions", "tokens", "different"
-    )
+    told = ("preemptions", "guesses right", "of", "tokens", "different")
+    table = Table("KV blocks", "prefix cache", "chunk", "sequences", "threads", *told)
     bad = 0
     for r in ROUNDS:
-        crowd, preemptions = runs.crowded(jobs, r, rng)
+        crowd, stats = runs.crowded(jobs, r, rng)
         found = differences(alone, crowd)
         bad += found
-        row = (r.num_blocks, r.prefix_cache, r.chunk, r.max_num_seqs, r.threads, preemptions, tokens, found)
-        table.add_row(*map(str, row))
+        setting = (r.num_blocks, r.prefix_cache, r.chunk, r.max_num_seqs, r.threads)
+        counts = (stats.preemptions, stats.right_guesses, stats.guessed_tokens, tokens, found)
+        table.add_row(*map(str, (*setting, *counts)))
     console.print(table)
     console.print(f"{bad} differences in {len(ROUNDS) * len(alone)} answers ({len(ROUNDS) * tokens} tokens)")
     return 1 if bad else 0
