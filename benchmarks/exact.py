@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.messages import SamplingParams
+from worker.engine.budget import FixedBudget
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.outputs import FailedOutput, TokenOutput
@@ -30,6 +31,7 @@ from worker.model.loader import LoadedModel, load
 from worker.model.runner import ModelRunner
 
 BLOCK_SIZE = 16
+EAGER = 1e6  # tokens that a step is said to cost beside its own: every guess is worth its row
 Spoken = dict[tuple[str, int], list[tuple[int, float, tuple[tuple[int, float], ...]]]]
 
 
@@ -113,7 +115,8 @@ class Runs:
             prefix_cache=r.prefix_cache,
             speculative_tokens=r.guesses,
         )
-        return Engine(Scheduler(config), runner, time.monotonic)
+        budget = FixedBudget(r.chunk, r.max_num_seqs, EAGER)
+        return Engine(Scheduler(config, budget), runner, time.monotonic)
 
     def alone(self, jobs: list[Request]) -> Spoken:
         torch.set_num_threads(2)

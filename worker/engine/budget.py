@@ -38,11 +38,11 @@ class Budget(Protocol):
 class FixedBudget:
     """The configured bounds, whatever steps take. Each sequence wants a token a step: no more than tokens.
 
-    Nothing is measured: what a step costs beside its tokens is what small models on CPUs show.
+    Nothing is measured: what a step costs beside its tokens is as told, or as small models on CPUs show.
     """
 
-    def __init__(self, num_tokens: int, num_seqs: int) -> None:
-        self._limits = Limits(num_tokens, min(num_seqs, num_tokens), num_tokens, FIXED_TOKENS)
+    def __init__(self, num_tokens: int, num_seqs: int, fixed_tokens: float = FIXED_TOKENS) -> None:
+        self._limits = Limits(num_tokens, min(num_seqs, num_tokens), num_tokens, fixed_tokens)
 
     def limits(self) -> Limits:
         return self._limits

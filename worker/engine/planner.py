@@ -133,7 +133,7 @@ class Planner:
     def _guess(self, chunks: Chunks, fixed_tokens: float) -> None:
         """Guesses behind decodes, where a row more is expected to spare more than it takes."""
         rows = chunks.num_tokens - chunks.left
-        # Each row makes a token: one more must promise its share in the step, and a little for not being sure.
+        # Each row makes a token: one more must promise its share of the step, and a little for doubt.
         least = min(MARGIN * rows / (rows + fixed_tokens), 1.0)
         for seq in chunks.decodes() if fixed_tokens else ():
             if seq.draft is not None and seq.scores is None:
