@@ -18,7 +18,11 @@ OURS: Mapping[str, Mapping[str, str | int]] = {
     "q8": {"weights": "q8"},
     "q4": {"weights": "q4"},
     "int8": {"activations": "int8"},
+    "fp32-plain": {"speculative_tokens": 0},
+    "bf16-plain": {"weights": "bf16", "speculative_tokens": 0},
+    "int8-plain": {"activations": "int8", "speculative_tokens": 0},
 }
+GUESSES = 8  # of a peer that is asked to guess ahead, as ours does unless told otherwise
 KV_TOKENS = 16_384  # room of every server's cache; the work needs less than 9,000 at any time
 KV_BLOCK = 16
 VLLM_START_S = 1200.0  # each start compiles the model, for minutes if others need the cores too
@@ -83,19 +87,23 @@ OPENVINO: Mapping[str, Sequence[str]] = {
     "": ["INFERENCE_PRECISION_HINT=f32"],
     "kv32": ["INFERENCE_PRECISION_HINT=f32", "KV_CACHE_PRECISION=f32"],
     "own": [],
+    "own-lookup": [],
 }
 
 
 def _openvino(name: str, folder: PeerFolder, threads: int) -> Candidate:
     stored, _, choice = name.partition(":")[2].partition("-")
     python, model = folder.openvino(), folder.gguf(stored)
-    after = [str(threads), str(KV_TOKENS), *OPENVINO[choice]]
+    guesses = GUESSES if choice.endswith("lookup") else 0
+    after = [str(threads), str(KV_TOKENS), str(guesses), *OPENVINO[choice]]
     start = driver(python, "drive_openvino.py", [str(model)], after, {})
     return Candidate(name, start, folder.version("openvino"))
 
 
 def _llama(name: str, folder: PeerFolder, threads: int) -> Candidate:
-    start = llama(folder.llama_server(), folder.gguf(name.partition(":")[2]), threads, KV_TOKENS)
+    stored, _, choice = name.partition(":")[2].partition("-")
+    guesses = GUESSES if choice else 0
+    start = llama(folder.llama_server(), folder.gguf(stored), threads, KV_TOKENS, guesses)
     return Candidate(name, start, folder.version("llama"))
 
 
@@ -123,9 +131,11 @@ def _transformers(name: str, folder: PeerFolder, threads: int) -> Candidate:
     return Candidate(name, start, version("transformers"), modes=frozenset(modes))
 
 
+OPENVINO_FORMS = ("f16", "f16-kv32", "f16-own", "f16-own-lookup", "q4_1", "q8_0")
+LLAMA_FORMS = ("q4_0", "q4_0-ngram", "q8_0", "f16", "q4_1", "q4_1-ngram")
 PEERS: Mapping[str, Make] = {
-    **{f"openvino:{stored}": _openvino for stored in ("f16", "f16-kv32", "f16-own", "q4_1", "q8_0")},
-    **{f"llama:{stored}": _llama for stored in ("q4_0", "q8_0", "f16", "q4_1")},
+    **{f"openvino:{stored}": _openvino for stored in OPENVINO_FORMS},
+    **{f"llama:{stored}": _llama for stored in LLAMA_FORMS},
     "vllm:fp32": _vllm,
     **{f"transformers:{way}": _transformers for way in ("continuous", "static32", "static8", "static1")},
 }

@@ -113,9 +113,15 @@ def headrace(settings: Settings) -> Start:
     return start
 
 
-def llama(program: Path, model: Path, threads: int, kv_tokens: int, slots: int = 32) -> Start:
-    """llama.cpp's server, its prompt cache off and its chain of samplers reduced to the greedy choice."""
+def llama(
+    program: Path, model: Path, threads: int, kv_tokens: int, guesses: int = 0, slots: int = 32
+) -> Start:
+    """llama.cpp's server, its prompt cache off and its chain of samplers reduced to the greedy choice.
+
+    With `guesses` it guesses so many tokens ahead from what stood behind the last three before.
+    """
     settings: Settings = {"kv_tokens": kv_tokens, "kv_cache": "f16", "slots": slots, "threads": threads}
+    settings = {**settings, "guesses": guesses}
 
     @asynccontextmanager
     async def start(log: Path) -> AsyncIterator[Session]:
@@ -123,6 +129,9 @@ def llama(program: Path, model: Path, threads: int, kv_tokens: int, slots: int =
         command: list[str] = [str(program), "-m", str(model), "--host", "127.0.0.1", "--port", str(port)]
         command += ["-t", str(threads), "-tb", str(threads), "-np", str(slots), "-c", str(kv_tokens)]
         command += ["--cache-ram", "0", "--no-webui", "--threads-http", "1"]
+        if guesses:
+            command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3"]
+            command += ["--spec-ngram-simple-size-m", str(guesses)]
         extra = {"cache_prompt": False, "top_k": 1, "samplers": ["top_k"]}
         async with _served(command, f"http://127.0.0.1:{port}/health", {}, log) as process:
             yield HttpSession(f"http://127.0.0.1:{port}", {"server": process.pid}, settings, extra)

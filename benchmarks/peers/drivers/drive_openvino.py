@@ -1,6 +1,7 @@
 """OpenVINO GenAI's continuous batching, in process.
 
-Arguments: MODEL.gguf, the channel's file descriptor, threads, tokens of the KV cache, NAME=VALUE properties.
+Arguments: MODEL.gguf, the channel's file descriptor, threads, tokens of the KV cache, most tokens guessed
+ahead by prompt lookup (0: none), NAME=VALUE properties.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from channel import Answer, Clock, Request, serve
 MAX_BATCHED_TOKENS = 256
 MAX_SEQUENCES = 64
 KV_BLOCK = 32  # tokens, fixed on the CPU
+LOOKUP_NGRAM = 3
 # What bears on speed and answers, and which the runtime chooses by itself where it is not told.
 TOLD = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 
@@ -44,19 +46,21 @@ def _shown(value: Any) -> str | int:
     return str(value.get_type_name() if isinstance(value, openvino.Type) else value)
 
 
-def greedy(output_tokens: int) -> Any:
+def greedy(output_tokens: int, guesses: int) -> Any:
     config = genai.GenerationConfig()
     config.max_new_tokens = config.min_new_tokens = output_tokens
     config.ignore_eos = True
     config.do_sample = False
+    if guesses:
+        config.num_assistant_tokens, config.max_ngram_size = guesses, LOOKUP_NGRAM
     return config
 
 
 class Pipeline:
     """Steps while anything runs, and lets requests in when their time has come."""
 
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: Any, guesses: int) -> None:
+        self._pipeline, self._guesses = pipeline, guesses
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
         clock, waiting, answers = Clock(), list(requests), []
@@ -75,7 +79,7 @@ class Pipeline:
 
     def _add(self, request: Request) -> Any:
         ids = openvino.Tensor(np.array([request.prompt_ids], dtype=np.int64))
-        return self._pipeline.add_request(request.id, ids, greedy(request.output_tokens))
+        return self._pipeline.add_request(request.id, ids, greedy(request.output_tokens, self._guesses))
 
     def _collect(self, running: dict[int, tuple[Any, Answer]], now_s: float) -> None:
         for key, (handle, answer) in list(running.items()):
@@ -85,12 +89,16 @@ class Pipeline:
                 del running[key]
 
 
-def main(model: str, fd: int, threads: int, kv_tokens: int, given: Sequence[str]) -> None:
+def main(model: str, fd: int, threads: int, kv_tokens: int, guesses: int, given: Sequence[str]) -> None:
     properties: dict[str, Any] = dict(pair.split("=", 1) for pair in given)
     properties["INFERENCE_NUM_THREADS"] = threads
+    settings = {**settings_of(kv_tokens, properties), "guesses": guesses}
+    if guesses:
+        properties["prompt_lookup"] = True
     pipeline = make_pipeline(model, kv_tokens, properties)
-    serve(fd, Pipeline(pipeline).run, settings_of(kv_tokens, properties))
+    serve(fd, Pipeline(pipeline, guesses).run, settings)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    fd, threads, kv_tokens, guesses = map(int, sys.argv[2:6])
+    main(sys.argv[1], fd, threads, kv_tokens, guesses, sys.argv[6:])
