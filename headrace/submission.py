@@ -142,9 +142,11 @@ def parse_request(
     _refuse_unsupported(obj)
     prompt = _prompt(kind, obj)
     values = dict(obj)
-    if values.get("max_tokens") is None and values.get("max_completion_tokens") is not None:
-        wanted = values["max_completion_tokens"]
-        values["max_tokens"] = f.integer(1, MAX_TOKENS)("max_completion_tokens", wanted)
+    if (wanted := values.get("max_completion_tokens")) is not None:
+        max_tokens = f.integer(1, MAX_TOKENS)("max_completion_tokens", wanted)
+        if values.get("max_tokens") not in (None, max_tokens):
+            f.refuse("max_completion_tokens", "left out, or equal to max_tokens", wanted)
+        values["max_tokens"] = max_tokens
     if prompt.field == "messages" or isinstance(values.get("logprobs"), bool):
         values["logprobs"] = _chat_logprobs(values.get("logprobs"), values.get("top_logprobs"))
     if prompt.field == "messages" and values.get("echo"):

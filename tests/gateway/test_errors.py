@@ -27,6 +27,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (CHAT, {**ASK, "max_tokens": 1.5}, "max_tokens"),
     (CHAT, {**ASK, "max_tokens": True}, "max_tokens"),
     (CHAT, {**ASK, "max_completion_tokens": -1}, "max_completion_tokens"),
+    (CHAT, {**ASK, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
     (CHAT, {**ASK, "temperature": -1}, "temperature"),
     (CHAT, {**ASK, "temperature": "hot"}, "temperature"),
     (CHAT, {**ASK, "top_p": 2}, "top_p"),
