@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -43,10 +45,33 @@ class BlockRunner:
         self.plans: list[StepPlan] = []
         self.forgotten: list[int] = []
         self.strict = True  # plans run as soon as they are made
+        self.eager = True  # launched ones, too; else not before somebody waits for them
         self.progress: dict[int, int] = {}
+        self.queue: deque[Callable[[], None]] = deque()
+        self.waiting = 0  # launched and not computed
+        self.last: dict[int, int] = {}  # drawn by the step before
+
+    def launch(self, plan: StepPlan) -> Queued:
+        step = Queued(self, plan)
+        self.waiting += 1
+        self.queue.append(step.compute)
+        if self.eager:
+            self.catch_up()
+        return step
+
+    def catch_up(self, step: Queued | None = None) -> None:
+        while self.queue and not (step and step.done):
+            self.queue.popleft()()
 
     def run(self, plan: StepPlan) -> StepResult:
+        assert not self.waiting, "the device is not at rest"
+        self.catch_up()
+        assert not any(part.pending for part in plan.sequences)
+        return self.compute(plan)
+
+    def compute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        plan = replace(plan, sequences=tuple(self._filled(part) for part in plan.sequences))
         for source, destination in plan.block_copies:
             self.cells[destination] = list(self.cells[source])
         for part in plan.sequences:
@@ -56,11 +81,20 @@ class BlockRunner:
         for part in plan.sequences:
             self._follow(part, len(drawn.get(part.seq_id, ())) - 1)
         sampled = {seq_id: tokens[0] for seq_id, tokens in drawn.items()}
+        self.last = {seq_id: token.token_id for seq_id, token in sampled.items()}
         return StepResult(sampled, {}, scores, {i: t[1:] for i, t in drawn.items() if len(t) > 1})
 
     def forget(self, seq_id: int) -> None:
         self.forgotten.append(seq_id)
+        self.queue.append(lambda: self._forget(seq_id))
+        if not self.waiting:
+            self.catch_up()
+
+    def _forget(self, seq_id: int) -> None:
         self.progress.pop(seq_id, None)
+
+    def _filled(self, part: SequencePlan) -> SequencePlan:
+        return replace(part, token_ids=[self.last[part.seq_id]]) if part.pending else part
 
     def _follow(self, part: SequencePlan, right: int) -> None:
         """A runner may keep state of a sequence: chunks follow one another until it is told to forget."""
@@ -86,8 +120,10 @@ class BlockRunner:
         """The token behind the last one, and behind each guess that is right."""
         assert part.sample is not None
         known = [*part.sample.prompt_ids, *part.sample.output_ids]
-        assert part.sample.position == len(part.sample.output_ids)
-        assert self.read(part) == known
+        read = self.read(part)
+        assert part.sample.position == len(read) - len(part.sample.prompt_ids)
+        assert read[: len(known)] == known[: len(read)]
+        assert part.pending or len(read) <= len(known)
         drawn: list[ScoredToken] = []
         for n, guess in enumerate([*part.token_ids[len(part.token_ids) - part.num_guesses :], None]):
             sample = part.sample.behind(n)
@@ -97,6 +133,33 @@ class BlockRunner:
             if token != guess:
                 break
         return tuple(drawn)
+
+
+class Queued:
+    """A launched step."""
+
+    def __init__(self, runner: BlockRunner, plan: StepPlan) -> None:
+        self.runner = runner
+        self.plan = plan
+        self.outcome: StepResult | Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.outcome is not None
+
+    def compute(self) -> None:
+        self.runner.waiting -= 1
+        try:
+            self.outcome = self.runner.compute(self.plan)
+        except Exception as error:
+            self.outcome = error
+
+    def result(self) -> StepResult:
+        self.runner.catch_up(self)
+        assert self.outcome is not None
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
 
 
 def _score(part: SequencePlan) -> tuple[ScoredToken, ...]:

@@ -25,7 +25,8 @@ class Driver:
         self.request_of = request_of
         self.rng = random.Random(seed)
         self.depth = depth
-        self.flight: list[StepPlan] = []
+        self.flight: list[tuple[StepPlan, Callable[[], StepResult]]] = []
+        self.launches = bench.scheduler.config.plan_ahead
         bench.runner.strict = False
         self.requests: dict[str, Request] = {}
         self.aborted: set[tuple[str, int]] = set()
@@ -68,11 +69,12 @@ class Driver:
         plan = scheduler.plan(self.bench.clock.now)
         if plan is not None:
             self.check_plan(plan)
-            self.flight.append(plan)
+            run = partial(self.bench.runner.run, plan)
+            self.flight.append((plan, self.bench.runner.launch(plan).result if self.launches else run))
         self.disturb()
         while self.flight and (len(self.flight) >= self.depth or plan is None):
-            oldest = self.flight.pop(0)
-            result = self.spoil(oldest, self.bench.runner.run(oldest))
+            oldest, run = self.flight.pop(0)
+            result = self.spoil(oldest, run())
             self.disturb()
             scheduler.apply(oldest, result, self.bench.clock.now)
         for output in scheduler.take_outputs():
@@ -101,6 +103,21 @@ class Driver:
         ]
         self.failed.update(owners)
         return replace(result, failed={victim: HeadraceError("non_finite")})
+
+    def live(self, solo: Make) -> None:
+        bench = self.bench
+        while len(self.requests) < 40:
+            if self.rng.random() < 0.4:
+                self.add()
+            self.step()
+        for _ in range(5000):
+            if not bench.engine.has_work and not self.flight:
+                break
+            bench.scheduler.take_released()
+            self.step()
+        self.check_outputs(solo)
+        assert bench.scheduler.pool.num_used == 0
+        assert bench.scheduler.pool.num_free == bench.scheduler.config.num_blocks
 
     def check_outputs(self, solo: Make) -> None:
         for name, request in self.requests.items():
@@ -137,17 +154,24 @@ def test_random_life(
         prefix_hash_bytes=hash_bytes,
         speculative_tokens=guesses,
     )
-    driver = Driver(b, request_of, seed, depth)
-    while len(driver.requests) < 40:
-        if driver.rng.random() < 0.4:
-            driver.add()
-        driver.step()
-    for _ in range(5000):
-        if not b.engine.has_work and not driver.flight:
-            break
-        b.scheduler.take_released()
-        driver.step()
-    driver.check_outputs(partial(solo, draw=repeating))
+    Driver(b, request_of, seed, depth).live(partial(solo, draw=repeating))
     assert (b.engine.stats().right_guesses > 20) == (guesses > 0)
-    assert b.scheduler.pool.num_used == 0
-    assert b.scheduler.pool.num_free == num_blocks
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("num_blocks", "hash_bytes"), [(24, 32), (24, 1), (200, 32)])
+def test_random_life_planned_ahead(
+    bench: Make, request_of: Make, solo: Make, seed: int, eager: bool, num_blocks: int, hash_bytes: int
+) -> None:
+    """A launched step is computed at once or not before it is waited for: a device is in between."""
+    b = bench(
+        num_blocks=num_blocks,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        prefix_hash_bytes=hash_bytes,
+        plan_ahead=True,
+    )
+    b.runner.eager = eager
+    Driver(b, request_of, seed, 2).live(solo)
+    assert sum(part.pending for plan in b.runner.plans for part in plan.sequences) > 100

@@ -28,7 +28,7 @@ class Chunks:
     def grant(self, seq: Sequence, limit: int) -> int:
         """Grant what the sequence lacks, at most `limit` and what is left. Returns the tokens granted."""
         before = self._granted.get(seq, 0)
-        lacking = seq.num_tokens - seq.num_planned - before
+        lacking = seq.lacking - before
         count = min(lacking, limit, self.left)
         if count > 0:
             self._granted[seq] = before + count
@@ -59,7 +59,7 @@ class Chunks:
 
     def postpone(self, seq: Sequence) -> None:
         """Take back a chunk of a prompt: it comes last in this step, with what is left then."""
-        if seq.num_tokens - seq.num_planned > 1 and seq in self._granted and seq not in self._copies:
+        if seq.lacking > 1 and seq in self._granted and seq not in self._copies:
             self.left += self._granted.pop(seq)
             self._cut_short[seq] = None
 
@@ -81,16 +81,28 @@ class Chunks:
 
 def _part(seq: Sequence, count: int, step: int, guesses: list[int]) -> SequencePlan:
     start, end = seq.num_planned, seq.num_planned + count
+    if end > seq.num_tokens:
+        return _pending_part(seq, step)
     seq.num_planned = end
     seq.last_step = step
-    seq.sampling = end == seq.num_tokens and seq.max_tokens > 0
-    sample = _sample(seq) if seq.sampling else None
+    draws = end == seq.num_tokens and seq.max_tokens > 0
+    seq.sampling += draws
+    sample = _sample(seq) if draws else None
     token_ids = seq.tokens(start, end) + guesses
     if seq.scores is None:
         return SequencePlan(seq.seq_id, token_ids, start, seq.table, sample, num_guesses=len(guesses))
     following = seq.prompt_ids[end] if end < len(seq.prompt_ids) else None
     top = seq.group.request.params.prompt_logprobs
     return SequencePlan(seq.seq_id, token_ids, start, seq.table, sample, top, following)
+
+
+def _pending_part(seq: Sequence, step: int) -> SequencePlan:
+    """The token that the step before is drawing, and the draw behind it."""
+    start, sample = seq.num_planned, _sample(seq).behind(1)
+    seq.num_planned += 1
+    seq.last_step = step
+    seq.sampling += 1
+    return SequencePlan(seq.seq_id, [0], start, seq.table, sample, pending=True)
 
 
 def _sample(seq: Sequence) -> SamplePlan:

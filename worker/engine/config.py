@@ -31,6 +31,7 @@ class EngineConfig:
     adaptive: bool = False  # choose tokens and sequences of a step from measured step times: see budget.py
     target_itl_ms: float | None = None  # adaptive: longest wanted step; None: throughput
     speculative_tokens: int = 0  # most guesses a sequence and step: see drafts.py
+    plan_ahead: bool = False  # plan a step while the one before it is computed: see ahead.py
 
     def __post_init__(self) -> None:
         counts = ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
@@ -45,5 +46,7 @@ class EngineConfig:
             raise ValueError(f"prefix_hash_bytes={self.prefix_hash_bytes} must be 1 to 32")
         if self.speculative_tokens < 0:
             raise ValueError(f"speculative_tokens={self.speculative_tokens} must not be negative")
+        if self.plan_ahead and self.speculative_tokens:
+            raise ValueError(f"speculative_tokens={self.speculative_tokens} must be 0 with plan_ahead")
         if self.ageing_s <= 0 or self.batch_wait_s < 0:
             raise ValueError(f"ageing_s={self.ageing_s}, batch_wait_s={self.batch_wait_s} must be positive")

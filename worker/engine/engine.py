@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-from worker.engine.isolation import run_isolated
 from worker.engine.outputs import Output
-from worker.engine.plan import StepPlan, StepResult
+from worker.engine.pipeline import Runner, make_steps
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
 from worker.engine.stats import EngineStats
 
 
-class Runner(Protocol):
-    """Computes plans. A plan that raised may be run again in parts: running a chunk twice must do no harm."""
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-    def forget(self, seq_id: int) -> None:
-        """Nothing of this sequence is kept any more; if it comes back it starts again from its tokens."""
-
-
 class Engine:
-    """Owned by one thread. `clock` is monotonic, in seconds; requests' arrival and deadline are on it."""
+    """Owned by one thread. `clock` is monotonic, in seconds; requests' arrival and deadline are on it.
+
+    A scheduler that plans ahead takes a runner that launches.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float]) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
+        self._steps = make_steps(runner, clock, plan_ahead=scheduler.config.plan_ahead)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or len(self._steps) > 0
 
     def add(self, request: Request) -> None:
         """Raises HeadraceError: invalid_request, conflict (id in use), context_length_exceeded, capacity."""
@@ -43,14 +36,15 @@ class Engine:
         self.scheduler.abort(request_id, choice)
 
     def step(self) -> list[Output]:
-        """One step. No output while `has_work` may mean that nothing can run before `wake_at`."""
-        plan = self.scheduler.plan(self.clock())
-        self._forget_released()
-        if plan is not None:
-            started_s = self.clock()
-            result = run_isolated(self.runner.run, plan)
-            ended_s = self.clock()
-            self.scheduler.apply(plan, result, ended_s, ended_s - started_s)
+        """One step's result. No output while `has_work` may mean that nothing can run before `wake_at`."""
+        while self._steps.has_room:
+            plan = self.scheduler.plan(self.clock())
+            self._forget_released()
+            if plan is None:
+                break
+            self._steps.launch(plan)
+        for done in self._steps.settle():
+            self.scheduler.apply(done.plan, done.result, done.ended_s, done.duration_s)
             self._forget_released()
         return self.scheduler.take_outputs()
 

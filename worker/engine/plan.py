@@ -47,6 +47,14 @@ class SequencePlan:
     num_guesses: int = (
         0  # the last so many token_ids are guesses at what `sample` and its followers will draw
     )
+    pending: bool = False  # the one token_id is not known yet: it is what the step before this one draws
+
+    def known(self) -> SequencePlan | None:
+        """With the token that was pending, once it is drawn; None where it never came."""
+        if not self.pending or self.sample is None:
+            return self
+        token_ids = self.sample.output_ids[self.sample.position - 1 : self.sample.position]
+        return replace(self, token_ids=tuple(token_ids), pending=False) if token_ids else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(len(s.token_ids) for s in self.sequences)
+
+    def known(self) -> StepPlan:
+        """To be run by itself, after the step before it was applied; parts that depend on no token of it."""
+        parts = (part.known() for part in self.sequences)
+        return replace(self, sequences=tuple(part for part in parts if part is not None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from worker.engine.admission import Admission
+from worker.engine.ahead import allows_ahead, goes_on
 from worker.engine.budget import Budget
 from worker.engine.chunks import Chunks
 from worker.engine.config import EngineConfig
@@ -26,10 +27,17 @@ class Planner:
         self._budget = budget
         self.preemptions = 0
 
+    def may_fill(self, in_flight: int) -> bool:
+        """Whether a step may be planned now, with so many planned and not applied."""
+        if not in_flight or not self._config.plan_ahead:
+            return True
+        return in_flight == 1 and all(map(allows_ahead, self._roster.running))
+
     def fill(self, now: float) -> Chunks:
         limits = self._budget.limits()
-        ready = [s for s in self._roster.running if not s.sampling and s.num_planned < s.num_tokens]
-        prefills = [s for s in ready if s.num_tokens - s.num_planned > 1]
+        ahead = self._config.plan_ahead
+        ready = [s for s in self._roster.running if s.lacking and (not s.sampling or (ahead and goes_on(s)))]
+        prefills = [s for s in ready if s.lacking > 1]
         chunks = Chunks(limits.num_tokens if len(prefills) < len(ready) else limits.prompt_tokens)
         self._serve_running(chunks, ready, prefills)
         if len(self._roster.waiting):
@@ -45,7 +53,7 @@ class Planner:
             self._rotate(ready, chunks)
             return
         for seq in ready:
-            if seq.num_tokens - seq.num_planned == 1 and self._grow(seq, chunks):
+            if seq.lacking == 1 and self._grow(seq, chunks):
                 chunks.grant(seq, 1)
         company = len(prefills) > 1 or len(self._roster.waiting) > 0
         for seq in prefills:
@@ -62,15 +70,20 @@ class Planner:
 
     def _chunk_limit(self, seq: Sequence, chunks: Chunks, company: bool) -> int:
         """A prompt longer than a whole step leaves half to others: short ones need not wait for its end."""
-        long = seq.num_tokens - seq.num_planned > chunks.num_tokens
+        long = seq.lacking > chunks.num_tokens
         return max(1, chunks.left // 2) if long and company else chunks.left
 
     def _grow(self, seq: Sequence, chunks: Chunks) -> bool:
-        """Get the block for the next position, by preemption if need be. False: it was preempted itself."""
+        """Get the block for the next position, by preemption if need be. False: it was preempted itself.
+
+        Nobody is preempted for a token that is still being drawn, which may be the last: False then, too.
+        """
         pool = self._kv.pool
         while seq.table and seq.num_planned >= len(seq.table) * pool.block_size:
             if pool.num_free:
                 self._kv.grow(seq)
+            elif seq.sampling:
+                return False
             else:
                 self._preempt(self._latest(), chunks)
         return bool(seq.table)

@@ -60,7 +60,7 @@ class Sequence:
     chain: HashChain | None = None
     scores: list[ScoredToken] | None = None  # prompt log-probabilities so far; None: not this one's task
     epoch: int = 0  # raised when blocks are released: results of older plans no longer count
-    sampling: bool = False  # a step in flight draws its next token
+    sampling: int = 0  # steps in flight that draw a token of it, each behind the last
     draft: Draft | None = None  # None: nothing is guessed
     last_step: int = -1  # for the rotation when the budget is short
     preemptions: int = 0
@@ -70,6 +70,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_ids) + len(self.output_ids)
         self.key = (self.group.rank, self.group.order, self.choice)
+
+    @property
+    def lacking(self) -> int:
+        """Tokens, those being drawn included, of which no step was asked to compute keys and values."""
+        return self.num_tokens + self.sampling - self.num_planned
 
     def tokens(self, start: int, end: int) -> list[int]:
         """The token ids at positions start, …, end - 1."""
@@ -98,5 +103,5 @@ class Sequence:
         self.chain = None
         self.scores = None
         self.num_computed = self.num_planned = 0
-        self.sampling = False
+        self.sampling = 0
         self.epoch += 1

@@ -3,7 +3,8 @@
 There are no phases. Every step has one token budget; sequences that lack one token (decodes) come first,
 then chunks of those that lack more, in the order of rank, then waiting ones are admitted. `plan` may be
 called again before `apply` of the plan before it: a sequence whose next token is being drawn is left out
-until it is known, and results of sequences that were aborted or preempted meanwhile are dropped.
+until it is known, or with `plan_ahead` goes on unseen, and results of sequences that were completed, aborted
+or preempted meanwhile are dropped.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. `now` is on the clock of the requests."""
         self._expire(now)
+        if not self._planner.may_fill(len(self._in_flight)):
+            return None
         chunks = self._planner.fill(now)
         if not len(chunks):
             return None
@@ -170,7 +173,7 @@ class Scheduler:
         limits, counters = self.budget.limits(), self._counters
         used = self._step_used if len(roster.running) else pool.num_used
         return EngineStats(
-            step=self._step,
+            step=self._step - len(self._in_flight),
             running=len(roster.running),
             waiting=roster.num_waiting,
             slots_used=roster.gate.slots(len(roster.running)),
@@ -252,7 +255,7 @@ class Scheduler:
         if scored is None:
             self._fail(seq.group, HeadraceError("internal", "The step gave no token for a sequence."))
             return
-        seq.sampling = False
+        seq.sampling -= 1
         behind = result.guessed.get(seq.seq_id, ())
         self._judge(seq, part.num_guesses, len(behind))
         if any(self._take_token(seq, token, step) for token in (scored, *behind)):

@@ -29,7 +29,7 @@ class EngineStats:
     `wake_at` has passed) means that the engine is stuck.
     """
 
-    step: int
+    step: int  # steps applied
     running: int
     waiting: int
     slots_used: int
@@ -53,6 +53,6 @@ class EngineStats:
     finished_choices: int
     failed_requests: int
     aborted_requests: int
-    dropped_results: int  # of sequences that were aborted or preempted while in flight
+    dropped_results: int  # of sequences that were completed, aborted or preempted while in flight
     last_progress_s: float  # engine's clock
     last_progress_step: int
