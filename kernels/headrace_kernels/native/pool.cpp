@@ -103,17 +103,18 @@ class Pool {
     for (int i = 0; i < threads_; i++) take_share(shares_[(thread + i) % threads_]);
   }
 
+  // Tiles are counted here and added to done_ together: a line that two cores write at every tile costs as much as a tile.
   void take_share(Share& share) {
-    while (!exhausted(share.state.load(std::memory_order_acquire))) {
-      const uint64_t ticket = share.state.fetch_add(1, std::memory_order_acq_rel);
-      if (exhausted(ticket)) return;
-      // A valid ticket keeps its round open: the caller's fields stay as they are until the addition to done_.
-      const int count = count_;
+    if (exhausted(share.state.load(std::memory_order_acquire))) return;
+    int tiles = 0, count = 0;
+    for (uint64_t ticket; !exhausted(ticket = share.state.fetch_add(1, std::memory_order_acq_rel)); tiles++) {
+      // A valid ticket keeps its round open until the addition: the caller's fields stay as they are.
+      count = count_;
       tile_(context_, static_cast<int>(next_of(ticket)));
-      if (done_.fetch_add(1) + 1 == count && caller_waits_.load()) {
-        { std::lock_guard<std::mutex> lock(mutex_); }
-        finished_.notify_one();
-      }
+    }
+    if (tiles > 0 && done_.fetch_add(tiles) + tiles == count && caller_waits_.load()) {
+      { std::lock_guard<std::mutex> lock(mutex_); }
+      finished_.notify_one();
     }
   }
 
