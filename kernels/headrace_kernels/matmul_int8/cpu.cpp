@@ -5,8 +5,10 @@
 namespace hr {
 namespace {
 
-// So many groups of a panel, about 13 KiB of Q8_0, stay in the first-level cache while all strips use them.
-constexpr int GROUPS_PER_BLOCK = 12;
+// So many groups of a panel, 15 KiB of Q4_1 or 26 of Q8_0, stay in the first-level cache while all strips use them.
+constexpr int GROUPS_PER_BLOCK = 24;
+// As FETCH_DISTANCE, for weights that are used up twice as fast.
+constexpr size_t INT8_FETCH_DISTANCE = 6144;
 
 template <class B, int... I>
 MultiplyInt8 choose(int rows, std::integer_sequence<int, I...>) {
@@ -27,11 +29,13 @@ MultiplyInt8 multiply_int8_for(int storage, int rows) {
 
 // Eight rows keep all sums in registers where a second load can feed each product; Zen, which makes sums of bytes and
 // scales on the same two pipes and stores a register in two cycles, is a twentieth faster without the spills of eight.
-int int8_strip() {
+// Where eight are all there are, it waits for memory, and one strip reads that once.
+int int8_strip(int rows) {
 #if defined(__AVX512VNNI__)
-  static const int rows = __builtin_cpu_is("amd") ? 6 : INT8_MAX_STRIP;
-  return rows;
+  static const int many = __builtin_cpu_is("amd") ? 6 : INT8_MAX_STRIP;
+  return rows <= INT8_MAX_STRIP ? INT8_MAX_STRIP : many;
 #else
+  (void)rows;
   return INT8_MAX_STRIP;
 #endif
 }
@@ -53,9 +57,10 @@ void multiply_tile_int8(const QuantisedRows& rows, const Weight& w, int panel, i
     const uint8_t* block = data + g * group_bytes;
     for (int s = first_strip; s < last_strip; s++) {
       const int size = rows.strips.size(s);
-      // One pass over the block fetches the next one: the second, since the first waits for memory as it is.
-      const bool fetches = last_strip - first_strip == 1 ? size > 6 : s == first_strip + 1;
-      const size_t distance = last_strip - first_strip == 1 ? FETCH_DISTANCE : step * group_bytes;
+      // One pass over the block fetches the next one: the second, since the first waits for memory as it is. A single
+      // strip does while it multiplies; one row has too little to do meanwhile.
+      const bool fetches = last_strip - first_strip == 1 ? size > 1 : s == first_strip + 1;
+      const size_t distance = last_strip - first_strip == 1 ? INT8_FETCH_DISTANCE : step * group_bytes;
       multiply_int8_for(w.storage, size)(rows.strip(s, g), block, std::min(step, groups - g),
                                          sums + (rows.strips.begin(s) - row0) * PANEL, g > 0,
                                          fetches ? block + distance : nullptr);

@@ -15,7 +15,7 @@ void multiply_tile_int8(const QuantisedRows& rows, const Weight& w, int panel, i
 template <class Finish>
 void product(const QuantisedRows& rows, const Weight& w, int group, Finish&& finish) {
   auto multiply = [&](int panel, int first, int last, float* sums) { multiply_tile_int8(rows, w, panel, first, last, sums); };
-  product_tiles(rows.strips, ROWS_PER_TILE / int8_strip(), w, group, multiply, finish);
+  product_tiles(rows.strips, ROWS_PER_TILE / int8_strip(rows.strips.rows), w, group, multiply, finish);
 }
 
 inline void linear(const QuantisedRows& rows, const Weight& w, const RowMajorOutput& out) {

@@ -9,8 +9,8 @@
 namespace hr {
 
 constexpr int INT8_MAX_STRIP = REGISTERS >= 32 ? 8 : 4;
-// Rows of a strip on this processor; the bits do not depend on it.
-int int8_strip();
+// The longest strip that `rows` rows are cut into on this processor; the bits do not depend on it.
+int int8_strip(int rows);
 
 // Of a strip of n rows, for each group of 32 k: words [8][n] of four k's, then scale[n], correction[n] = minus the weights'
 // zero point times the sum of the bytes, and offset[n] = scale * sum.
@@ -22,7 +22,7 @@ struct QuantisedRows {
   static constexpr size_t GROUP_BYTES = QUANT_GROUP + 3 * 4;  // of one row
   static size_t bytes(int rows, int k) { return static_cast<size_t>(rows) * (k / QUANT_GROUP) * GROUP_BYTES; }
   static QuantisedRows at(const void* data, int k, int rows) {
-    return {static_cast<const uint8_t*>(data), k, Strips(rows, int8_strip())};
+    return {static_cast<const uint8_t*>(data), k, Strips(rows, int8_strip(rows))};
   }
   const uint8_t* strip(int s, int group) const {
     return data + (static_cast<size_t>(strips.begin(s)) * (k / QUANT_GROUP) +

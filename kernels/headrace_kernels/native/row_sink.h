@@ -18,7 +18,7 @@ class RowSink {
   // base holds QuantisedRows::bytes(rows, width), for a product with weights of `storage`. Whoever puts a group of 32
   // columns makes its bytes: both halves, one after the other, by one Row.
   static RowSink bytes(void* base, int width, int rows, int storage) {
-    RowSink sink{static_cast<float*>(base), 0, width, Strips(rows, int8_strip())};
+    RowSink sink{static_cast<float*>(base), 0, width, Strips(rows, int8_strip(rows))};
     sink.in_bytes_ = true;
     sink.zero_point_ = zero_point(storage);
     return sink;
