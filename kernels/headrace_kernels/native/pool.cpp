@@ -103,14 +103,16 @@ class Pool {
     for (int i = 0; i < threads_; i++) take_share(shares_[(thread + i) % threads_]);
   }
 
-  // Tiles are counted here and added to done_ together: a line that two cores write at every tile costs as much as a tile.
+  // Tiles are counted here and added to done_ together: a line that all cores write at each tile takes up to a tenth of a step.
   void take_share(Share& share) {
-    if (exhausted(share.state.load(std::memory_order_acquire))) return;
     int tiles = 0, count = 0;
-    for (uint64_t ticket; !exhausted(ticket = share.state.fetch_add(1, std::memory_order_acq_rel)); tiles++) {
+    while (!exhausted(share.state.load(std::memory_order_acquire))) {
+      const uint64_t ticket = share.state.fetch_add(1, std::memory_order_acq_rel);
+      if (exhausted(ticket)) break;
       // A valid ticket keeps its round open until the addition: the caller's fields stay as they are.
       count = count_;
       tile_(context_, static_cast<int>(next_of(ticket)));
+      tiles++;
     }
     if (tiles > 0 && done_.fetch_add(tiles) + tiles == count && caller_waits_.load()) {
       { std::lock_guard<std::mutex> lock(mutex_); }
