@@ -97,7 +97,8 @@ def build_real(settings: WorkerSettings) -> Built:
     )
     # Bits must not tell whether something was guessed; and on a GPU decode steps are replayed, a token each.
     guesses = settings.speculative_tokens if loaded.exact and loaded.device.type == "cpu" else 0
-    scheduler = Scheduler(engine_config(settings, loaded.max_model_len, num_blocks, guesses))
+    ahead = loaded.device.type == "cuda" and runner.steps_in_flight > 1  # on a CPU nobody else computes
+    scheduler = Scheduler(engine_config(settings, loaded.max_model_len, num_blocks, guesses, ahead))
     served = ServedModel(
         name=settings.model_name,
         aliases=frozenset({settings.pool, loaded.name}),
@@ -162,7 +163,11 @@ def _free_bytes(loaded: LoadedModel) -> int:
 
 
 def engine_config(
-    settings: WorkerSettings, max_model_len: int, num_blocks: int, speculative_tokens: int
+    settings: WorkerSettings,
+    max_model_len: int,
+    num_blocks: int,
+    speculative_tokens: int,
+    plan_ahead: bool = False,
 ) -> EngineConfig:
     continuous = settings.batching == "continuous"  # the others are baselines
     wait_s = settings.batch_wait_ms / 1000 if settings.batching == "dynamic" else STATIC_WAIT_S
@@ -179,6 +184,7 @@ def engine_config(
         adaptive=settings.adaptive and continuous,
         target_itl_ms=settings.target_itl_ms or None,
         speculative_tokens=speculative_tokens if continuous else 0,
+        plan_ahead=plan_ahead and continuous,
     )
 
 

@@ -28,7 +28,7 @@ class Chunks:
     def grant(self, seq: Sequence, limit: int) -> int:
         """Grant what the sequence lacks, at most `limit` and what is left. Returns the tokens granted."""
         before = self._granted.get(seq, 0)
-        lacking = seq.lacking - before
+        lacking = seq.num_tokens + seq.sampling - seq.num_planned - before
         count = min(lacking, limit, self.left)
         if count > 0:
             self._granted[seq] = before + count
@@ -59,7 +59,7 @@ class Chunks:
 
     def postpone(self, seq: Sequence) -> None:
         """Take back a chunk of a prompt: it comes last in this step, with what is left then."""
-        if seq.lacking > 1 and seq in self._granted and seq not in self._copies:
+        if seq.num_tokens - seq.num_planned > 1 and seq in self._granted and seq not in self._copies:
             self.left += self._granted.pop(seq)
             self._cut_short[seq] = None
 

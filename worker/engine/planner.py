@@ -36,8 +36,12 @@ class Planner:
     def fill(self, now: float) -> Chunks:
         limits = self._budget.limits()
         ahead = self._config.plan_ahead
-        ready = [s for s in self._roster.running if s.lacking and (not s.sampling or (ahead and goes_on(s)))]
-        prefills = [s for s in ready if s.lacking > 1]
+        ready = [
+            s
+            for s in self._roster.running
+            if (ahead and goes_on(s) if s.sampling else s.num_planned < s.num_tokens)
+        ]
+        prefills = [s for s in ready if s.num_tokens - s.num_planned > 1]
         chunks = Chunks(limits.num_tokens if len(prefills) < len(ready) else limits.prompt_tokens)
         self._serve_running(chunks, ready, prefills)
         if len(self._roster.waiting):
@@ -53,7 +57,7 @@ class Planner:
             self._rotate(ready, chunks)
             return
         for seq in ready:
-            if seq.lacking == 1 and self._grow(seq, chunks):
+            if seq.num_tokens - seq.num_planned <= 1 and self._grow(seq, chunks):
                 chunks.grant(seq, 1)
         company = len(prefills) > 1 or len(self._roster.waiting) > 0
         for seq in prefills:
@@ -70,7 +74,7 @@ class Planner:
 
     def _chunk_limit(self, seq: Sequence, chunks: Chunks, company: bool) -> int:
         """A prompt longer than a whole step leaves half to others: short ones need not wait for its end."""
-        long = seq.lacking > chunks.num_tokens
+        long = seq.num_tokens - seq.num_planned > chunks.num_tokens
         return max(1, chunks.left // 2) if long and company else chunks.left
 
     def _grow(self, seq: Sequence, chunks: Chunks) -> bool:

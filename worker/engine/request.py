@@ -71,11 +71,6 @@ class Sequence:
         self.num_tokens = len(self.prompt_ids) + len(self.output_ids)
         self.key = (self.group.rank, self.group.order, self.choice)
 
-    @property
-    def lacking(self) -> int:
-        """Tokens, those being drawn included, of which no step was asked to compute keys and values."""
-        return self.num_tokens + self.sampling - self.num_planned
-
     def tokens(self, start: int, end: int) -> list[int]:
         """The token ids at positions start, …, end - 1."""
         split = len(self.prompt_ids)

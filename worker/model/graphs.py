@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace_kernels.paged_attention.triton import DeviceSequences
 from worker.model.inputs import StepInputs
 from worker.model.kv import KVCache, LayerShape
+from worker.model.transfer import send, staged
 from worker.model.triton_model import DeviceStep, TritonModel
 
 log = structlog.get_logger()
@@ -34,7 +35,7 @@ class StepBuffers:
     ) -> None:
         size = batch * (_COLUMNS + table_width)
         self.batch = batch
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(size, dtype=torch.int32)
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._columns = self._host.numpy()[: batch * _COLUMNS].reshape(_COLUMNS, batch)
         self._tables = self._host.numpy()[batch * _COLUMNS :].reshape(batch, table_width)
@@ -46,7 +47,7 @@ class StepBuffers:
         self.step = DeviceStep(ids, positions, slots, rows, sequences)
 
     def fill(self, inputs: StepInputs) -> None:
-        """inputs of at most `batch` sequences of one token each, on the host. The last step must be over."""
+        """inputs of at most `batch` sequences of one token each, on the host."""
         count = len(inputs.starts)
         tensors = (inputs.token_ids[0], inputs.positions[0], inputs.slots)
         self._columns[:3, :count] = [t.cpu().numpy() for t in tensors]
@@ -55,7 +56,9 @@ class StepBuffers:
         self._columns[:, count:] = np.array([0, 0, -1, 0, -1])[:, None]
         for row, table in zip(self._tables, inputs.block_tables, strict=False):
             row[: len(table)] = table
-        self._device.copy_(self._host, non_blocking=True)
+        self._device.copy_(staged(self._host, self._device.device), non_blocking=True)
+        if inputs.fed is not None:
+            inputs.fed.into(self.step.token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +72,7 @@ class GraphedModel:
     """A TritonModel bound to one cache whose decode steps are replayed. Same interface."""
 
     way = "triton"
+    takes_fed = True
 
     def __init__(
         self, model: TritonModel, kv: KVCache, max_len: int, batch_sizes: Sequence[int] = BATCH_SIZES
@@ -96,7 +100,9 @@ class GraphedModel:
             return self.model.logits(inputs, kv, rows)
         graph.buffers.fill(inputs)
         graph.graph.replay()
-        return graph.logits[: len(rows)] if len(rows) == len(inputs.starts) else graph.logits[rows]
+        if len(rows) == len(inputs.starts):
+            return graph.logits[: len(rows)]
+        return graph.logits.index_select(0, send(rows, graph.logits.device))
 
     def _graph_for(self, inputs: StepInputs, kv: KVCache) -> Graph | None:
         if kv is not self.kv or not is_decode(inputs):

@@ -17,6 +17,18 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Fed:
+    """Packed tokens that only the device knows: `ids` [P] belong at `places` [P]; both are there."""
+
+    places: Tensor
+    ids: Tensor
+
+    def into(self, token_ids: Tensor) -> None:
+        """token_ids [T], on the device."""
+        token_ids.index_copy_(0, self.places, self.ids.to(token_ids.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step's packed tokens, T in all, of S sequences in the plan's order."""
 
@@ -29,6 +41,7 @@ class StepInputs:
     table_starts: Ints  # [S + 1]: sequence i has tables[table_starts[i]] to tables[table_starts[i + 1] - 1]
     fresh_blocks: Ints  # blocks whose first slot is written in this step
     block_size: int
+    fed: Fed | None = None  # replaces tokens that the step before draws
 
     @property
     def query_lens(self) -> Ints:

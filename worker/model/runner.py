@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from headrace_kernels import dispatch
 from worker.engine.plan import SamplePlan, ScoredToken, SequencePlan, StepPlan, StepResult
 from worker.model.inputs import StepInputs, build_inputs
 from worker.model.kv import KVCache
+from worker.model.launched import Launched, as_drawn
 from worker.model.loader import LoadedModel
 from worker.model.sampler import Drawn, Sampler, score_tokens
 from worker.model.threads import torch_threads
+from worker.model.transfer import Readout
 
 SCORED_ROWS = 64  # prompt rows scored at a time, which bounds the log-softmax kept
 _WARM_UP_TOKENS = 16
@@ -59,18 +62,50 @@ class ModelRunner:
 
             self.forward = with_graphs(loaded.forward, self.kv, loaded.max_model_len)
         self.sampler = _sampler_class()(loaded.tokenizer_vocab_size, sorted(loaded.eos_ids), encode_bad_word)
+        self._last: Launched | None = None
         if warm_up:
             self._warm_up()
+
+    @property
+    def steps_in_flight(self) -> int:
+        """How many steps may be launched before the first of them is waited for."""
+        return 2 if getattr(self.forward, "takes_fed", False) else 1
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan. A sequence that fails is named in the result and does not touch the others."""
+        self._last = None
         self.kv.copy_blocks(plan.block_copies)
         if not plan.sequences:
             return StepResult({})
         inputs = build_inputs(plan, self.kv.block_size, self._inputs_device)
         rows, samples, prompts = _wanted_rows(plan, inputs)
+        return self._draw(plan, self.forward.logits(inputs, self.kv, rows), samples, prompts)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Queue the plan behind the one launched last, which draws the tokens that are pending in it."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.leave()
+        self.kv.copy_blocks(plan.block_copies)
+        inputs = build_inputs(plan, self.kv.block_size, self._inputs_device)
+        if any(s.pending for s in plan.sequences):
+            if last is None:
+                raise RuntimeError("tokens are pending, and no step draws them")
+            inputs = replace(inputs, fed=last.feed(plan, inputs, self.loaded.device))
+        rows, samples, prompts = _wanted_rows(plan, inputs)
         logits = self.forward.logits(inputs, self.kv, rows)
+        ids = None if prompts or _guesses(plan) else self.sampler.begin(logits, samples)
+        if ids is None:
+            self._last = Launched(plan, None, partial(self._draw, plan, logits, samples, prompts))
+        else:
+            self._last = Launched(plan, ids, partial(_read, plan, Readout(ids)))
+        return self._last
+
+    def _draw(
+        self, plan: StepPlan, logits: Tensor, samples: Sequence[SamplePlan], prompts: Sequence[PromptRows]
+    ) -> StepResult:
         with torch_threads(1):  # many short operations, for which waking threads costs more than they save
             drawn = self.sampler.sample(logits[: len(samples)], samples)
             result = _by_sequence(plan, drawn)
@@ -95,13 +130,14 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """A chunk and a decode, so that the first request does not pay for what is prepared on first use."""
+        run = self.run if self.steps_in_flight == 1 else lambda plan: self.launch(plan).result()
         block_size = self.kv.block_size
         count = min(_WARM_UP_TOKENS, self.kv.num_blocks * block_size - 1)
         table = range(-(-(count + 1) // block_size))
         greedy = SamplePlan(SamplingParams(temperature=0.0), 0, 0, 0, (), (), False)
         for start, size in ((0, count), (count, 1)):
             if size:
-                self.run(StepPlan(0, (SequencePlan(0, [0] * size, start, table, greedy),)))
+                run(StepPlan(0, (SequencePlan(0, [0] * size, start, table, greedy),)))
 
 
 def _sampler_class() -> type[Sampler]:
@@ -155,6 +191,14 @@ def _by_sequence(plan: StepPlan, drawn: Sequence[Drawn]) -> StepResult:
                 guesses = s.token_ids[len(s.token_ids) - s.num_guesses :]
                 guessed[s.seq_id] = _right(first, behind, guesses)
     return StepResult(sampled, failed, {}, guessed, frozenset(spoilt))
+
+
+def _read(plan: StepPlan, ids: Readout) -> StepResult:
+    return _by_sequence(plan, [as_drawn(token_id) for token_id in ids.wait()])
+
+
+def _guesses(plan: StepPlan) -> bool:
+    return any(s.num_guesses for s in plan.sequences)
 
 
 def _is_finite(row: Drawn) -> bool:

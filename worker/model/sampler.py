@@ -74,6 +74,13 @@ class Sampler:
         drawn = failed | _score(raw, plans, tokens)
         return [drawn[i] for i in range(len(plans))]
 
+    def begin(self, logits: Tensor, plans: Sequence[SamplePlan]) -> Tensor | None:
+        """As `sample`, without waiting: ids [len(plans)] on the device, -1 where a row is not finite.
+
+        None where that can't be, or is not worth it.
+        """
+        return None
+
     def _adjust(
         self,
         raw: Tensor,

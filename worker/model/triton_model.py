@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headrace_kernels.gated_activation.triton import gated_activation
 from headrace_kernels.matmul.triton import linear
-from headrace_kernels.paged_attention.triton import DeviceSequences, paged_attention
+from headrace_kernels.paged_attention.triton import DeviceSequences, pack_sequences, paged_attention
 from headrace_kernels.rms_norm.triton import rms_norm
 from headrace_kernels.rotary_kv.triton import Rotary, rotary_kv_write
 from worker.model.inputs import StepInputs
@@ -32,7 +32,8 @@ from worker.model.structure import (
     find_structure,
     half_tables,
 )
-from worker.model.triton_attention import device_sequences, kernel_caches
+from worker.model.transfer import send
+from worker.model.triton_attention import kernel_caches
 
 log = structlog.get_logger()
 TABLE_STEP = 1024  # positions by which the rotary tables grow
@@ -73,6 +74,7 @@ class TritonModel:
     """Same interface as PackedModel. Its weights are copies in `dtype` on `device`."""
 
     way = "triton"
+    takes_fed = True
 
     def __init__(
         self, parts: DecoderParts, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype
@@ -100,9 +102,11 @@ class TritonModel:
         `inputs` and `rows` may be on the host.
         """
         self.grow_tables(int(inputs.kv_lens.max()))
-        sequences = device_sequences(inputs, self.groups, kv)
+        sequences = self._sequences(inputs)
         packed = (inputs.token_ids[0], inputs.positions[0], inputs.slots, rows)
-        ids, positions, slots, wanted = (t.to(self.device) for t in packed)
+        ids, positions, slots, wanted = (send(t, self.device) for t in packed)
+        if inputs.fed is not None:
+            inputs.fed.into(ids)
         return self.run(DeviceStep(ids, positions, slots, wanted, sequences), kv)
 
     def run(self, step: DeviceStep, kv: KVCache) -> Tensor:
@@ -119,6 +123,17 @@ class TritonModel:
         out = linear(h.index_select(0, step.rows), self.head.weight, self.head.bias, dtype=torch.float32)
         out = out * parts.logit_scale if parts.logit_scale != 1.0 else out
         return torch.tanh(out / parts.logit_softcap) * parts.logit_softcap if parts.logit_softcap else out
+
+    def _sequences(self, inputs: StepInputs) -> DeviceSequences:
+        laid_out = pack_sequences(
+            inputs.cu_seqlens, inputs.starts, inputs.block_tables, inputs.block_size, groups=self.groups
+        )
+        cu, starts, tables = (send(t, self.device) for t in (laid_out.cu, laid_out.starts, laid_out.tables))
+        programs = {
+            g: (send(numbers, self.device), send(firsts, self.device))
+            for g, (numbers, firsts) in laid_out.programs.items()
+        }
+        return DeviceSequences(cu, starts, tables, programs, laid_out.longest)
 
     def _attend(self, number: int, layer: Layer, h: Tensor, step: DeviceStep, kv: KVCache) -> Tensor:
         keys, values = kernel_caches(kv, number)

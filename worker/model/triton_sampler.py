@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_kernels.sampling.triton import Draws, draw
+from headrace_kernels.sampling.triton import Draws, argmax, draw
 from worker.engine.plan import SamplePlan
+from worker.model.penalties import needs_adjusting
 from worker.model.philox import uniform
 from worker.model.sampler import Sampler, is_greedy
+from worker.model.transfer import Readout, send
 
 _COLUMNS = ((torch.float64, 8), (torch.float64, 8), (torch.float32, 4), (torch.float32, 4), (torch.int32, 4))
 
@@ -23,20 +25,18 @@ class TritonSampler(Sampler):
         """Token ids by row; rows not alive are drawn too and left out."""
         if not alive:
             return {}
-        ids = read_out(draw(logits, pack_draws(plans, logits.device)))
+        ids = Readout(draw(logits, pack_draws(plans, logits.device))).wait()
         return {i: ids[i] for i in alive}
 
-
-def read_out(ids: Tensor) -> list[int]:
-    """Through pinned memory, waiting for this copy alone."""
-    if ids.device.type != "cuda":
-        return ids.tolist()
-    host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-    host.copy_(ids, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
-    return host.tolist()
+    def begin(self, logits: Tensor, plans: Sequence[SamplePlan]) -> Tensor | None:
+        if any(needs_adjusting(p) or p.params.logprobs is not None for p in plans):
+            return None
+        raw = logits[:, : self.vocab_size]
+        best = argmax(raw)[0]
+        if all(map(is_greedy, plans)):
+            return best
+        draws = pack_draws(plans, raw.device)
+        return torch.where((best >= 0) & (draws.temperature > 0), draw(raw, draws), best)
 
 
 def pack_draws(plans: Sequence[SamplePlan], device: torch.device) -> Draws:
@@ -50,7 +50,7 @@ def pack_draws(plans: Sequence[SamplePlan], device: torch.device) -> Draws:
         np.array([p.min_p for p in params], np.float32),
         np.array([max(0, min(p.top_k, 2**31 - 1)) for p in params], np.int32),
     )
-    buffer = torch.from_numpy(np.concatenate([c.view(np.uint8) for c in columns])).to(device)
+    buffer = send(torch.from_numpy(np.concatenate([c.view(np.uint8) for c in columns])), device)
     parts = buffer.split([count * size for _, size in _COLUMNS])
     u, top_p, temperature, min_p, top_k = (
         part.view(dtype) for part, (dtype, _) in zip(parts, _COLUMNS, strict=True)
