@@ -46,6 +46,7 @@ class Driver:
             n=rng.choice((1, 1, 1, 2, 4)),
             min_tokens=rng.choice((0, 0, 3)),
             salt=rng.choice("ab"),
+            logprobs=0 if self.launches and rng.random() < 0.05 else None,  # a draw that needs the host
         )
         self.requests[name] = request
         self.bench.engine.add(request)

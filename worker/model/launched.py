@@ -29,6 +29,7 @@ class Launched:
         if self._result is None:
             with torch.inference_mode():
                 self._result = self._finish()
+            del self._finish  # and the logits with it
         return self._result
 
     def leave(self) -> None:
