@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headrace.messages import SamplingParams
+from worker.engine.budget import FixedBudget
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.outputs import TokenOutput
@@ -111,6 +112,7 @@ def test_a_guess_that_is_not_finite_spoils_its_own_sequence_alone(
     assert (result.guessed, result.spoilt) == ({}, {0})
 
 
+EAGER = 1e6  # tokens that a step is said to cost beside its own: every guess is worth its row
 # With few tokens left to choose, answers soon repeat themselves.
 FEW = {token: -100.0 for token in range(VOCAB) if token not in (3, 70, 141)}
 
@@ -119,7 +121,7 @@ def answers(
     runner: ModelRunner, prompts: list[list[int]], guesses: int, **params: Any
 ) -> tuple[dict[str, Any], Scheduler]:
     config = EngineConfig(num_blocks=200, max_model_len=400, speculative_tokens=guesses)
-    scheduler = Scheduler(config)
+    scheduler = Scheduler(config, FixedBudget(512, 32, EAGER))
     engine = Engine(scheduler, runner, time.monotonic)
     for i, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=60, temperature=0.0 if i % 2 else 0.5, logprobs=1, **params)
