@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.models import ModelError
 from headrace_kernels.rotary_kv.reference import narrow, quantise
+from worker.model.transfer import send
 
 KV_DTYPES = {
     "fp32": torch.float32,
@@ -123,8 +124,7 @@ class KVCache:
         """Copy whole blocks (source, destination), as if all at once."""
         if not copies:
             return
-        source = torch.tensor([s for s, _ in copies], device=self.device)
-        destination = torch.tensor([d for _, d in copies], device=self.device)
+        source, destination = send(torch.tensor(copies).T.contiguous(), self.device)
         for tensor in self._tensors():
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
