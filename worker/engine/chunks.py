@@ -7,6 +7,8 @@ from worker.engine.finishing import bans_stop_tokens
 from worker.engine.plan import SamplePlan, SequencePlan, StepPlan
 from worker.engine.request import Sequence
 
+MOST_GUESSES = 64  # in a step: each takes a row of logits, as large as the vocabulary
+
 
 class Chunks:
     """Grants tokens to sequences; `seal` turns the grants into a plan."""
@@ -40,6 +42,10 @@ class Chunks:
     def decodes(self) -> list[Sequence]:
         """Sequences that compute their last token in this step, and no other."""
         return [seq for seq, n in self._granted.items() if n == 1 and seq.num_planned + 1 == seq.num_tokens]
+
+    @property
+    def guesses_left(self) -> int:
+        return min(self.left, MOST_GUESSES - sum(map(len, self._guesses.values())))
 
     def guess(self, seq: Sequence, guesses: list[int]) -> None:
         """Have guesses computed behind the last token."""

@@ -154,11 +154,10 @@ class Planner:
         least = min(MARGIN * rows / (rows + fixed_tokens), 1.0)
         for seq in chunks.decodes() if fixed_tokens else ():
             if seq.draft is not None and seq.scores is None:
-                most = min(
-                    self._config.speculative_tokens, chunks.left, seq.max_tokens - len(seq.output_ids) - 1
-                )
-                if count := min(seq.draft.worth(least, most), self._slots_behind(seq, most)):
-                    chunks.guess(seq, seq.draft.guess(seq, count))
+                room = min(chunks.guesses_left, seq.max_tokens - len(seq.output_ids) - 1)
+                most = min(self._config.speculative_tokens, room)
+                guesses = seq.draft.guess(seq, seq.draft.worth(least, most))
+                chunks.guess(seq, guesses[: self._slots_behind(seq, len(guesses))])
 
     def _slots_behind(self, seq: Sequence, wanted: int) -> int:
         """Slots behind the last token; a block is taken early for them where nobody will want it soon."""
