@@ -111,6 +111,24 @@ def tiny_runner(
     return ModelRunner(loaded, num_blocks=num_blocks, block_size=block_size)
 
 
+def tiny_llama(form: str, *, num_blocks: int = 200) -> ModelRunner:
+    """A random llama of 211 tokens. `form`: its way and, behind a space, its type of keys and values."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=211,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=20,
+        max_position_embeddings=512,
+    )
+    way, _, kv_dtype = form.partition(" ")
+    return tiny_runner(config, num_blocks=num_blocks, fused=way == "fused", kv_dtype=kv_dtype or "auto")
+
+
 def tiny_model(config: Any, *, fused: bool = True, kv_dtype: str = "auto") -> tuple[LoadedModel, Any]:
     """A random model made ready, and an untouched copy of it that runs transformers' own attention."""
     from transformers import AutoModelForCausalLM
@@ -144,6 +162,7 @@ def kit() -> SimpleNamespace:
         Driver=Driver,
         Sequence=Sequence,
         make_prompts=make_prompts,
+        tiny_llama=tiny_llama,
         tiny_model=tiny_model,
         tiny_runner=tiny_runner,
         GREEDY=GREEDY,

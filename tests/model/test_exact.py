@@ -22,22 +22,8 @@ WAYS = ("fused", "packed", "fused fp16", "fused bf16", "fused int8", "packed int
 
 @pytest.fixture(scope="module", params=WAYS)
 def tiny_llama(kit: SimpleNamespace, request: pytest.FixtureRequest) -> ModelRunner:
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=211,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=20,
-        max_position_embeddings=512,
-    )
-    way, _, kv_dtype = request.param.partition(" ")
-    runner: ModelRunner = kit.tiny_runner(
-        config, num_blocks=400, fused=way == "fused", kv_dtype=kv_dtype or "auto"
-    )
+    runner: ModelRunner = kit.tiny_llama(request.param, num_blocks=400)
+    kv_dtype = request.param.partition(" ")[2]
     assert runner.loaded.exact
     assert runner.loaded.kv_dtype == runner.kv.k[0].dtype == KV_DTYPES[kv_dtype or "fp32"]
     return runner

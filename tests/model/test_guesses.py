@@ -31,20 +31,7 @@ PARAMS = (
 
 @pytest.fixture(scope="module", params=["fused", "packed", "fused bf16", "fused int8"])
 def runner(kit: SimpleNamespace, request: pytest.FixtureRequest) -> ModelRunner:
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=20,
-        max_position_embeddings=512,
-    )
-    way, _, kv_dtype = request.param.partition(" ")
-    made: ModelRunner = kit.tiny_runner(config, fused=way == "fused", kv_dtype=kv_dtype or "auto")
+    made: ModelRunner = kit.tiny_llama(request.param)
     return made
 
 
