@@ -9,13 +9,13 @@ from collections.abc import Callable
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from headrace.connect import retry_pause_s
 from headrace.errors import HeadraceError
 from headrace.live import Mailbox
 from headrace.log import PAGE, decode_entries
 from headrace.messages import ENDED, End, Event
 from headrace.reader import Cursor, Reader
 
+RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 1.0
 _GONE = "The job's events are no longer stored."
 
@@ -60,7 +60,7 @@ class Following:
 
     async def _read(self) -> list[Event]:
         """What the log holds behind the cursor. Redis away is waited for."""
-        failures, since_s = 0, time.monotonic()
+        delay_s, since_s = RETRY_FIRST_S, time.monotonic()
         while True:
             try:
                 events = await self._read_once()
@@ -68,8 +68,8 @@ class Following:
             except (RedisError, OSError):
                 if time.monotonic() - since_s > self._outage_s:
                     raise
-                failures += 1
-                await asyncio.sleep(retry_pause_s(failures, RETRY_MOST_S))
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 2, RETRY_MOST_S)
         if len(events) >= PAGE:
             self._mailbox.mark_stale()
         return events

@@ -17,7 +17,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from headrace.connect import connections, retry_pause_s
+from headrace.connect import connections
 from headrace.log import decode_live
 from headrace.messages import Event
 
@@ -29,6 +29,7 @@ READ_BYTES = 65_536
 PING_S = 1.0
 SILENT_S = 5.0
 WRITE_TIMEOUT_S = 5.0
+RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 1.0
 
 
@@ -138,7 +139,7 @@ class LiveChannels:
             self._wake.set()
 
     async def _run(self) -> None:
-        failures = 1
+        delay_s = RETRY_FIRST_S
         while True:
             await self._wake.wait()
             connection = self._pool.make_connection()
@@ -152,8 +153,8 @@ class LiveChannels:
             finally:
                 self._forget()
                 await connection.disconnect(nowait=True)
-            failures = 1 if time.monotonic() - started_s > 1 else failures + 1
-            await asyncio.sleep(retry_pause_s(failures, RETRY_MOST_S))
+            delay_s = RETRY_FIRST_S if time.monotonic() - started_s > 1 else min(delay_s * 2, RETRY_MOST_S)
+            await asyncio.sleep(delay_s)
 
     def _forget(self) -> None:
         """The connection is gone, and with it every subscription and an unknown number of messages."""

@@ -13,12 +13,12 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from headrace.connect import retry_pause_s
 from headrace.script_types import EmitItem, EmitOutcome
 from headrace.scripts import Scripts
 
 log = structlog.get_logger("headrace.publisher")
 
+RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 1.0
 MAX_ITEMS_A_CALL = 64  # bounds the time one script holds the server
 
@@ -77,17 +77,18 @@ class Publisher:
             self._idle.set()
 
     async def _emit_until_acknowledged(self, batch: list[EmitItem]) -> list[EmitOutcome]:
-        failures = 0
+        delay_s, failing = RETRY_FIRST_S, False
         while True:
             try:
                 outcomes = await self._scripts.emit(batch, retention_ms=self._retention_ms)
             except (RedisError, OSError) as error:
-                if not failures:
+                if not failing:
                     log.warning("emit_failing", error=type(error).__name__, jobs=len(batch))
-                failures += 1
-                await asyncio.sleep(retry_pause_s(failures, RETRY_MOST_S))
+                failing = True
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 2, RETRY_MOST_S)
                 continue
-            if failures:
+            if failing:
                 log.info("emit_recovered", jobs=len(batch))
             return outcomes
 
